@@ -1,0 +1,1 @@
+"""Runs a plan on real ranks and measures this machine. Uses torch."""

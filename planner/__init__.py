@@ -1,0 +1,1 @@
+"""What a person uses: commands, search, explanations and exports."""

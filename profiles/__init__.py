@@ -1,0 +1,1 @@
+"""Data: hardware, models, measurements. Loaders only."""
