@@ -1,0 +1,51 @@
+"""What torchtitan runs: configuration fields and limits of torchtitan 0.3.0 on PyTorch's pipelining and FSDP2."""
+
+from __future__ import annotations
+
+from trainplan.costmodel.backends.common import NO_LINEAR_CP, NO_TIED_PP, RULES, VOCAB, kv_heads, micro_batches
+from trainplan.costmodel.backends.rules import Backend, Rule
+
+_SP = Rule(
+    "sp",
+    lambda job, t: t["sp"] == (t["tp"] > 1),
+    lambda job, s: (
+        f"sp={s.sp} with tp={s.tp}: its tensor-parallel plan always shards the sequence. Set sp with tp above 1."
+    ),
+)
+
+BACKEND = Backend(
+    name="torchtitan",
+    version="0.3",
+    families=frozenset({"qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "llama", "deepseek_v3", "gpt_oss"}),
+    lora=False,
+    values={
+        "sharding": {"none", "parameters"},
+        "rank_order": {"tp-cp-dp-pp"},
+        "collective_algo": {"auto"},
+        "cp_method": {"ring"},
+        "etp": {1},
+        "token_budget": {0},
+        "recompute_modules": {(), ("ops",)},
+        "recompute_layers": {()},
+        "activation_offload": {False},
+        "optimizer_offload": {False},
+        "loss_chunk": {0},
+        "reduce_dtype": {"fp32", "bf16"},
+        "precision": {"fp32", "bf16", "fp8"},
+        "attention": {"sdpa"},
+        "fused_kernels": {()},
+        "overlap_grad_reduce": {True},
+        "overlap_param_gather": {True},
+        "prefetch_units": {1},
+        "bucket_bytes": {0},
+    },
+    rules=(
+        *RULES,
+        kv_heads(replicate=False),
+        VOCAB,
+        micro_batches(interleaved_multiple_of_pp=False),
+        NO_TIED_PP,
+        NO_LINEAR_CP,
+        _SP,
+    ),
+)
