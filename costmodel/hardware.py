@@ -5,7 +5,7 @@ Presets and YAML files are read by `trainplan.costmodel.cluster_config`.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -16,11 +16,21 @@ Precision = Literal["fp32", "bf16", "fp8"]
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    @model_validator(mode="after")
+    def _rates_are_positive(self) -> Self:
+        """A time is bytes or FLOPs over a rate, so a rate of 0 is a mistake in the file, not a slow link."""
+        for field, value in self:
+            entries = value.items() if isinstance(value, dict) else [("", value)]
+            for key, entry in entries:
+                if field.endswith("_per_s") and isinstance(entry, Quantity) and entry.value == 0:
+                    raise ValueError(f"{field}{'.' if key else ''}{key}: must be more than 0.")
+        return self
+
 
 class Quantity(_Frozen):
     """A number and where it came from. The unit is in the name of the field that holds it."""
 
-    value: float = Field(ge=0)
+    value: float = Field(ge=0, allow_inf_nan=False)
     provenance: Provenance
     source: str = Field(min_length=1, description="What was read or run, exact enough to repeat.")
 
@@ -33,7 +43,9 @@ class Device(_Frozen):
     arch: str = Field(description="sm_90, gfx942, x86_64, ...")
     memory_bytes: Quantity = Field(description="Usable by one rank [bytes].")
     memory_bytes_per_s: Quantity = Field(description="Sustained, read plus write [bytes/s].")
-    peak_flops_per_s: dict[Precision, Quantity] = Field(description="Dense datasheet peak; the denominator of MFU [FLOP/s].")
+    peak_flops_per_s: dict[Precision, Quantity] = Field(
+        description="Dense datasheet peak; the denominator of MFU [FLOP/s]."
+    )
     matmul_flops_per_s: dict[Precision, Quantity] = Field(description="Sustained by large matrix products [FLOP/s].")
     attention_flops_per_s: dict[Precision, Quantity] = Field(
         description="Sustained by fused attention, forward and backward together, causal half counted [FLOP/s]."
@@ -43,7 +55,7 @@ class Device(_Frozen):
 
 
 class Link(_Frozen):
-    """What a group of ranks gets from one tier of the network. Bandwidths are per rank and one direction, bus bandwidth."""
+    """What a group of ranks gets from one tier of the network: bus bandwidths per rank, one direction."""
 
     kind: str = Field(description="NVLink4/NVSwitch, InfiniBand NDR, shared memory, ...")
     all_reduce_bytes_per_s: Quantity
@@ -61,7 +73,9 @@ class Cluster(_Frozen):
     num_nodes: int = Field(ge=1)
     gpus_per_node: int = Field(ge=1)
     scale_up: Link | None = Field(description="Inside a scale-up domain; None only with one device.")
-    scale_up_domain: int = Field(ge=1, description="Devices that reach each other over scale_up; may span nodes (NVL72).")
+    scale_up_domain: int = Field(
+        ge=1, description="Devices that reach each other over scale_up; may span nodes (NVL72)."
+    )
     scale_out: Link | None = Field(None, description="Between scale-up domains; None: they are not connected.")
     host_memory_bytes: Quantity | None = Field(None, description="Per node [bytes].")
     storage_write_bytes_per_s: Quantity | None = Field(None, description="Checkpoints, whole cluster [bytes/s].")

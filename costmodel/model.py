@@ -6,6 +6,7 @@ Hugging Face ``config.json`` or a preset by `trainplan.costmodel.model_config`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -29,6 +30,12 @@ class MoE(_Frozen):
     router_bias: bool = Field(False, description="A bias or correction term per expert.")
     expert_bias: bool = Field(False, description="Biases on the expert projections.")
     norm_topk_prob: bool = True
+
+    @model_validator(mode="after")
+    def _consistent(self) -> MoE:
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k={self.top_k} is more than num_experts={self.num_experts}.")
+        return self
 
 
 class LinearAttention(_Frozen):
@@ -79,7 +86,9 @@ class ModelSpec(_Frozen):
     norms_per_layer: int = Field(2, ge=1)
     position: Literal["rope", "learned", "alibi"] = "rope"
     rope_theta: float = Field(10000.0, gt=0)
-    rope_scaling: dict[str, Any] | None = Field(None, description="The config's rope scaling block, unchanged.")
+    rope_scaling: dict[str, Any] | None = Field(
+        None, description="The config's rope scaling block in its current spelling (rope_type); None = unscaled."
+    )
     partial_rotary_factor: float = Field(1.0, gt=0, le=1)
     attention_pattern: tuple[AttentionKind, ...] = ("full",)
     sliding_window: int | None = Field(None, gt=0)
@@ -87,7 +96,9 @@ class ModelSpec(_Frozen):
     moe: MoE | None = None
     linear_attention: LinearAttention | None = None
     mla: MLA | None = None
-    attn_output_gate: bool = Field(False, description="Full attention has a sigmoid gate: the query projection doubles.")
+    attn_output_gate: bool = Field(
+        False, description="Full attention has a sigmoid gate: the query projection doubles."
+    )
     attention_sinks: bool = Field(False, description="One learned logit per head.")
     attn_softcap: float | None = Field(None, gt=0)
     logit_softcap: float | None = Field(None, gt=0)
@@ -99,6 +110,12 @@ class ModelSpec(_Frozen):
 
         if self.num_heads % self.num_kv_heads and self.mla is None:
             fail("num_kv_heads", f"{self.num_kv_heads} does not divide num_heads={self.num_heads}.")
+        la = self.linear_attention
+        if la is not None and la.num_value_heads % la.num_key_heads:
+            fail(
+                "linear_attention",
+                f"num_key_heads={la.num_key_heads} does not divide num_value_heads={la.num_value_heads}.",
+            )
         if "sliding" in self.attention_pattern and self.sliding_window is None:
             fail("sliding_window", "missing, but attention_pattern has sliding layers.")
         if "linear" in self.attention_pattern and self.linear_attention is None:
@@ -112,6 +129,13 @@ class ModelSpec(_Frozen):
                 fail(field, f"needs 1 to num_layers={self.num_layers} entries.")
         return self
 
+    @classmethod
+    def from_hf_config(cls, config: Mapping[str, Any], name: str) -> ModelSpec:
+        """The architecture that a Hugging Face ``config.json`` describes; see `model_config.from_hf_config`."""
+        from trainplan.costmodel.model_config import from_hf_config  # model_config builds this type: a cycle otherwise
+
+        return from_hf_config(config, name)
+
     def layer_kinds(self) -> tuple[tuple[AttentionKind, MlpKind], ...]:
         """(attention kind, MLP kind) of every layer, in order."""
         a, m = self.attention_pattern, self.mlp_pattern
@@ -123,7 +147,11 @@ class ModelSpec(_Frozen):
         if kind == "linear":
             la = self.linear_attention
             assert la is not None  # held by the validator
-            key, value, heads = la.num_key_heads * la.key_head_dim, la.num_value_heads * la.value_head_dim, la.num_value_heads
+            key, value, heads = (
+                la.num_key_heads * la.key_head_dim,
+                la.num_value_heads * la.value_head_dim,
+                la.num_value_heads,
+            )
             projections = h * (2 * key + 2 * value) + 2 * h * heads + value * h
             return projections + (2 * key + value) * la.conv_kernel_size + 2 * heads + la.value_head_dim
         if self.mla is not None:
@@ -140,7 +168,10 @@ class ModelSpec(_Frozen):
         n = h * heads * qk if r is None else h * r + r + r * heads * qk
         n += h * (mla.kv_lora_rank + mla.qk_rope_head_dim) + mla.kv_lora_rank
         n += mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-        return n + heads * mla.v_head_dim * h
+        n += heads * mla.v_head_dim * h
+        if self.attention_bias == "qkvo":  # on the two down-projections and the output projection
+            n += (r or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim + h
+        return n
 
     def expert_parameters(self) -> int:
         """Parameters of one routed expert; 0 for a dense model."""
@@ -167,9 +198,14 @@ class ModelSpec(_Frozen):
     def layer_parameters(self, attention: AttentionKind, mlp: MlpKind, *, experts: int | None = None) -> int:
         """Parameters of one decoder layer of the given kinds."""
         norm = self.hidden_size * (2 if self.norm == "layer" else 1)
-        return self.norms_per_layer * norm + self.attention_parameters(attention) + self.mlp_parameters(mlp, experts=experts)
+        return (
+            self.norms_per_layer * norm
+            + self.attention_parameters(attention)
+            + self.mlp_parameters(mlp, experts=experts)
+        )
 
     def final_norm_parameters(self) -> int:
+        """Parameters of the norm before the output head."""
         return self.hidden_size * (2 if self.norm == "layer" else 1)
 
     def embedding_parameters(self) -> int:
