@@ -157,8 +157,9 @@ class ModelSpec(_Frozen):
         if self.mla is not None:
             return self._mla_parameters(self.mla)
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        n = h * q * (2 if self.attn_output_gate else 1) + 2 * h * kv + q * h
-        n += {"none": 0, "qkv": q + 2 * kv, "qkvo": q + 2 * kv + h}[self.attention_bias]
+        q_out = q * (2 if self.attn_output_gate else 1)
+        n = h * q_out + 2 * h * kv + q * h
+        n += {"none": 0, "qkv": q_out + 2 * kv, "qkvo": q_out + 2 * kv + h}[self.attention_bias]
         n += 2 * self.head_dim if self.qk_norm else 0
         return n + (self.num_heads if self.attention_sinks else 0)
 

@@ -197,10 +197,8 @@ def _language_model(config: Mapping[str, Any], where: str) -> tuple[Mapping[str,
             f"{where}: text_config.model_type is {_shown(inner)}, which is not the language model of {model_type}. "
             f"{supported}"
         )
-    merged = dict(text)
-    if merged.get("tie_word_embeddings") is None and config.get("tie_word_embeddings") is not None:
-        merged["tie_word_embeddings"] = config["tie_word_embeddings"]  # some files state it outside only
-    return merged, family
+    outer = config.get("tie_word_embeddings")  # where stated, it is what the multimodal class goes by
+    return (text if outer is None else {**text, "tie_word_embeddings": outer}), family
 
 
 def _from_config(config: Mapping[str, Any], name: str, where: str) -> ModelSpec:
@@ -304,6 +302,8 @@ def _attention_kinds(fields: _Fields, layers: int, window: int | None) -> list[A
     elif rule == "local_global":
         period = fields.optional_integer("sliding_window_pattern") or fields.family.period
         kinds = ["full" if (i + 1) % period == 0 else "sliding" for i in range(layers)]
+    elif rule == "alternate":
+        kinds = ["full" if i % 2 else "sliding" for i in range(layers)]
     elif rule in ("window_last", "window_even"):
         limit = fields.integer("max_window_layers", least=0)
         local = [i >= limit if rule == "window_last" else i % 2 == 0 and i < limit for i in range(layers)]

@@ -16,9 +16,12 @@ from typing import Any, Literal
 #   window_last    layers from max_window_layers on have it, if use_sliding_window
 #   window_even    every other of the first max_window_layers layers has it, if use_sliding_window
 #   window_switch  every layer has it, if use_sliding_window
+#   alternate      every other layer has it, the first one included
 #   local_global   all but every n-th layer have it; n is sliding_window_pattern, else `period`
 #   linear         all but every n-th layer are linear attention; n is full_attention_interval, else `period`
-AttentionRule = Literal["full", "window", "window_last", "window_even", "window_switch", "local_global", "linear"]
+AttentionRule = Literal[
+    "full", "window", "window_last", "window_even", "window_switch", "alternate", "local_global", "linear"
+]
 # Which layers are mixture-of-experts: none, all, all from first_k_dense_replace on, or every decoder_sparse_step-th
 # that mlp_only_layers does not name.
 MoeRule = Literal["none", "all", "after_dense", "step"]
@@ -243,9 +246,8 @@ _ALL = {
             "final_logit_softcapping": 30.0,
             "attn_logit_softcapping": 50.0,
         },
-        attention="local_global",
+        attention="alternate",
         reads_layer_types=True,
-        period=2,
         bias="attention_bias",
         norms_per_layer=4,
     ),
@@ -308,9 +310,8 @@ _ALL = {
             "num_local_experts": 128,
             "num_experts_per_tok": 4,
         },
-        attention="local_global",
+        attention="alternate",
         reads_layer_types=True,
-        period=2,
         bias="attention_bias",
         moe="all",
         expert_width="intermediate_size",
@@ -350,4 +351,5 @@ SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "num_experts": ("num_experts", "num_local_experts", "n_routed_experts"),
     "num_experts_per_tok": ("num_experts_per_tok", "num_experts_per_token", "experts_per_token"),
     "hidden_act": ("hidden_activation", "hidden_act"),
+    "sliding_window_pattern": ("sliding_window_pattern", "_sliding_window_pattern"),
 }
