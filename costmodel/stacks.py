@@ -27,13 +27,18 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class KernelSet:
-    """The memory-bound operations of a decoder layer and of the loss."""
+    """The memory-bound operations of a decoder layer and of the loss.
+
+    ``logit_peak_bytes``: bytes per logit alive at the worst moment of the loss. Eager: the saved log-softmax, the
+    gradient of the negative log-likelihood and that of the log-softmax, fp32 each.
+    """
 
     norm: Kernel
     rope: Kernel
     glu: Kernel
     residual: Kernel
     loss: Kernel
+    logit_peak_bytes: int
 
 
 EAGER_BF16 = KernelSet(
@@ -43,6 +48,7 @@ EAGER_BF16 = KernelSet(
     glu=Kernel((5, 0), (9, 0), (3, 0), 2, 3),
     residual=Kernel((3, 0), (3, 0), (0, 0), 1, 1),
     loss=Kernel((1, 12), (1, 16), (0, 4), 3, 3),
+    logit_peak_bytes=12,
 )
 EAGER_FP32 = KernelSet(
     norm=Kernel((7, 0), (14, 0), (2, 0), 5, 11),
@@ -50,6 +56,7 @@ EAGER_FP32 = KernelSet(
     glu=EAGER_BF16.glu,
     residual=EAGER_BF16.residual,
     loss=Kernel((3, 0), (4, 0), (1, 0), 2, 2),
+    logit_peak_bytes=12,
 )
 FUSED = KernelSet(
     norm=Kernel((2, 0), (3, 0), (1, 0), 1, 2),
@@ -57,6 +64,7 @@ FUSED = KernelSet(
     glu=Kernel((3, 0), (5, 0), (2, 0), 1, 1),
     residual=Kernel((3, 0), (3, 0), (0, 0), 1, 1),
     loss=Kernel((1, 0), (2, 0), (0, 4), 1, 1),
+    logit_peak_bytes=6,
 )
 
 
@@ -65,72 +73,42 @@ class Stack:
     """How one framework keeps its state and orders its work.
 
     Attributes:
-        weight_bytes: Bytes per parameter of the copy the optimizer owns that counts as parameters.
-        compute_copy: Keeps an unsharded copy of all parameters in the compute type when parameters are not sharded
-            but the optimizer is (or when nothing is), beside an fp32 original.
-        gradient_bytes: Bytes per accumulated gradient.
-        optimizer_bytes: Bytes per parameter of optimizer state, fp32 master included where weights are bf16.
-        unit_overlap: FSDP gathers and reductions are issued per layer and run beside computation.
-        causal_masked_packing: Attention skips other documents of a packed row; else it computes the whole square.
-        rendezvous_p2p: Pipeline neighbours meet to exchange (PyTorch 1F1B); else sends run on their own.
-        interleaved_multiple_of_pp: Megatron's interleaved order.
-        fused_optimizer: One pass over the state per step.
-        comm_buffer_bytes: Communication library buffers per process group in use.
+        fsdp2: State lives in FSDP2 units: fp32 parameters are the master, computation runs on gathered copies in the
+            compute type, gradients are reduced per unit. Otherwise weights are kept in the compute type, with fp32
+            main gradients and an fp32 master in the optimizer state.
+        masks_documents: Documents of a packed row are told apart by a mask over the whole square; otherwise attention
+            skips what it may not read.
+        rendezvous_p2p: Pipeline neighbours meet to exchange (PyTorch's 1F1B); otherwise sends run on their own.
+        comm_buffer_bytes: Communication library buffers of a process [bytes].
+        context_bytes: Device context and loaded libraries of a process [bytes].
     """
 
     name: str
     kernels_bf16: KernelSet
     kernels_fp32: KernelSet
-    weight_bytes: int
-    compute_copy: bool
-    gradient_bytes: int
-    optimizer_bytes: int
-    unit_overlap: bool = True
-    causal_masked_packing: bool = True
-    rendezvous_p2p: bool = False
-    fused_optimizer: bool = True
-    comm_buffer_bytes: int = 350 * 2**20
-    """NCCL buffers: 342 to 392 MB by group size, ai-dynamo/aiconfigurator system files."""
+    fsdp2: bool
+    masks_documents: bool
+    rendezvous_p2p: bool
+    comm_buffer_bytes: float = 342e6
+    """342 to 392 MB by group size: ai-dynamo/aiconfigurator, system files, nccl_mem."""
+    context_bytes: float = 0.6e9
+    """CUDA context with cuBLAS loaded, recalled as 0.4 to 0.8 GB; `MEMORY_SPREAD` covers it."""
 
     def kernels(self, element_bytes: int) -> KernelSet:
+        """The memory-bound operations for elements of 2 or 4 bytes."""
         return self.kernels_bf16 if element_bytes < 4 else self.kernels_fp32
 
 
-NATIVE = Stack(
-    "native",
-    EAGER_BF16,
-    EAGER_FP32,
-    weight_bytes=4,
-    compute_copy=True,
-    gradient_bytes=4,
-    optimizer_bytes=8,
-    causal_masked_packing=False,
-    rendezvous_p2p=True,
-)
 STACKS: dict[str, Stack] = {
-    "native": NATIVE,
-    "torchtitan": Stack(
-        "torchtitan",
-        EAGER_BF16,
-        EAGER_FP32,
-        weight_bytes=4,
-        compute_copy=True,
-        gradient_bytes=4,
-        optimizer_bytes=8,
-        rendezvous_p2p=True,
-    ),
-    "accelerate": Stack(
-        "accelerate", EAGER_BF16, EAGER_FP32, weight_bytes=4, compute_copy=True, gradient_bytes=4, optimizer_bytes=8
-    ),
-    "deepspeed": Stack(
-        "deepspeed", EAGER_BF16, EAGER_FP32, weight_bytes=2, compute_copy=False, gradient_bytes=4, optimizer_bytes=12
-    ),
-    "megatron": Stack(
-        "megatron", FUSED, FUSED, weight_bytes=2, compute_copy=False, gradient_bytes=4, optimizer_bytes=12
-    ),
+    stack.name: stack
+    for stack in (
+        Stack("native", EAGER_BF16, EAGER_FP32, fsdp2=True, masks_documents=True, rendezvous_p2p=True),
+        Stack("torchtitan", EAGER_BF16, EAGER_FP32, fsdp2=True, masks_documents=False, rendezvous_p2p=True),
+        Stack("accelerate", EAGER_BF16, EAGER_FP32, fsdp2=True, masks_documents=False, rendezvous_p2p=False),
+        Stack("deepspeed", EAGER_BF16, EAGER_FP32, fsdp2=False, masks_documents=False, rendezvous_p2p=False),
+        Stack("megatron", FUSED, FUSED, fsdp2=False, masks_documents=False, rendezvous_p2p=False),
+    )
 }
-"""Megatron: bf16 weights, fp32 main gradients, fp32 master and moments. DeepSpeed bf16: the same with its flat fp32
-groups. FSDP2: fp32 parameters are the master; computation runs on gathered bf16 copies."""
 
 
 def traffic(counts: tuple[float, float], element_bytes: np.ndarray | float) -> np.ndarray:

@@ -28,16 +28,26 @@ TP_CHUNKS = 4
 
 @dataclass(frozen=True)
 class Unit:
-    """Seconds of one layer (or the embedding or head): computation, inline communication, and its FSDP traffic."""
+    """Seconds of one layer (or the embedding or head): computation, inline communication, and its FSDP traffic.
+
+    ``inline``: name -> (forward, backward) seconds of communication that stands between its operations.
+    """
 
     forward: Column
     input_grad: Column
     weight_grad: Column
     recompute: Column
-    comm_forward: Column
-    comm_backward: Column
+    inline: dict[str, tuple[Column, Column]]
     gather: Column
     reduce: Column
+
+    @property
+    def inline_forward(self) -> Column:
+        return np.asarray(sum((forward for forward, _ in self.inline.values()), start=np.zeros(())))
+
+    @property
+    def inline_backward(self) -> Column:
+        return np.asarray(sum((backward for _, backward in self.inline.values()), start=np.zeros(())))
 
 
 @dataclass(frozen=True)
@@ -58,7 +68,7 @@ def unit_seconds(job: Job, stack: Stack, table: StrategyTable, rates: Rates) -> 
     kinds = dict.fromkeys(job.model.layer_kinds())
     h, e = job.model.hidden_size, shapes.element_bytes
     sent = shapes.norm_tokens * h * e
-    state_bytes = 4 * 7 if stack.weight_bytes == 4 else 4 * 7 + 2  # read p, g, m, v, write p, m, v; and the bf16 copy
+    state_bytes = 4 * 7 + (0 if stack.fsdp2 else 2)  # read p, g, m, v, write p, m, v; and the bf16 copy
     norm_bytes = 4 + 8  # gradient norm reads once; scaling reads and writes
     return Units(
         layers={kind: pricer.layer(kind) for kind in kinds},
@@ -122,21 +132,22 @@ class _Pricer:
     def layer(self, kind: LayerKind) -> Unit:
         work = layer_work(self.shapes, *kind)
         forward, input_grad, weight_grad = (self.total(work, phase) for phase in PHASES)
-        inline = self._tensor_parallel_s(forward)
-        context_forward, context_backward = self._context_parallel_s(kind, work)
+        tensor = self._tensor_parallel_s(forward)
+        context = self._context_parallel_s(kind, work)
         experts = self._expert_parallel_s() if kind[1] == "moe" else np.zeros(())
-        recompute = self._recompute_s(work, forward, inline + context_forward + experts)
+        # sp gathers the saved inputs once more for the weight gradients.
+        tensor_backward = tensor * np.where(self.t["sp"], 1.5, 1.0)
+        inline = {
+            "tensor_parallel": (tensor, tensor_backward),
+            "context_parallel": context,
+            "expert_parallel": (experts, experts),
+        }
+        recompute = self._recompute_s(work, forward, tensor + context[0] + experts)
         model = self.shapes.job.model
         routed = model.expert_parameters() * model.moe.num_experts if model.moe and kind[1] == "moe" else 0
         dense = model.layer_parameters(*kind) - routed
         gather, reduce = self._data_parallel_s(dense / self.t["tp"], routed / (self.t["ep"] * self.t["etp"]))
-        backward_inline = inline * np.where(
-            self.t["sp"], 1.5, 1.0
-        )  # sp gathers the saved inputs once more for the weight gradients
-        return Unit(
-            forward, input_grad, weight_grad, recompute, inline + context_forward + experts,
-            backward_inline + context_backward + experts, gather, reduce,
-        )  # fmt: skip
+        return Unit(forward, input_grad, weight_grad, recompute, inline, gather, reduce)
 
     def embedding(self) -> Unit:
         return self._edge(embedding_work(self.shapes), self.shapes.job.model.vocab_size)
@@ -153,7 +164,7 @@ class _Pricer:
         message = self.shapes.tokens * self.shapes.job.model.hidden_size * self.shapes.element_bytes
         inline = np.where(self.t["tp"] > 1, all_reduce_s(message, self.tp_group, self.rates), 0.0)
         zero = np.zeros(())
-        return Unit(forward, input_grad, weight_grad, zero, inline, inline, gather, reduce)
+        return Unit(forward, input_grad, weight_grad, zero, {"tensor_parallel": (inline, inline)}, gather, reduce)
 
     def _tensor_parallel_s(self, forward: Column) -> Column:
         """Two all-reduces of the activations per pass; with sp two all-gathers and two reduce-scatters instead.

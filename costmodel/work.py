@@ -74,18 +74,17 @@ class Shapes:
 _FUSED_NAMES = {"norm": "norm", "rope": "rope", "glu": "swiglu", "residual": "norm", "loss": "cross_entropy"}
 
 
-def attended(workload: Workload, window: int | None) -> float:
-    """Mean number of earlier positions a token attends to, itself included about half: S / 2 when causal.
+def attended_causal(length: float, window: int | None) -> float:
+    """Mean positions a token of one document attends to: n / 2 when causal; a sliding window w < n leaves w - w^2 / (2 n)."""
+    w = min(length, window) if window else length
+    return w - w**2 / (2 * length)
 
-    A sliding window w < S leaves w - w^2 / (2 S); documents of a length histogram replace S by their lengths,
-    weighted by tokens.
-    """
-    lengths = np.array(
-        [(min(n, workload.seq_len), share) for n, share in workload.length_histogram] or [(workload.seq_len, 1.0)]
-    )
-    n, share = lengths[:, 0], lengths[:, 1]
-    w = np.minimum(n, window) if window else n
-    return float(np.sum(share * n * (w - w**2 / (2 * n))) / np.sum(share * n))
+
+def attended(workload: Workload, window: int | None) -> float:
+    """Mean positions a token attends to inside its own document, documents weighted by their tokens."""
+    lengths = [(min(n, workload.seq_len), share) for n, share in workload.length_histogram] or [(workload.seq_len, 1.0)]
+    tokens = sum(share * n for n, share in lengths)
+    return sum(share * n * attended_causal(n, window) for n, share in lengths) / tokens
 
 
 def _gemm(
@@ -142,8 +141,11 @@ def _core_attention(
     square too where the stack masks instead of skipping.
     """
     workload, t = s.job.workload, s.table
-    square = t.chosen("attention", "eager") | (bool(workload.length_histogram) and not s.stack.causal_masked_packing)
-    context = np.where(square, workload.seq_len, attended(workload, window))
+    packed = (
+        float(workload.seq_len) if workload.length_histogram and s.stack.masks_documents else attended(workload, window)
+    )
+    context = np.where(t["packing"], packed, attended_causal(workload.seq_len, window))
+    context = np.where(t.chosen("attention", "eager"), workload.seq_len, context)
     flops = 2 * s.tokens * context * product_width
     heads = score_width / s.job.model.head_dim
     scores = np.where(t.chosen("attention", "eager"), 5 * 4 * s.tokens * workload.seq_len * heads, 0)

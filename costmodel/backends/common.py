@@ -145,30 +145,29 @@ def _chunks_reason(_: Job, s: Strategy) -> str:
     return f"schedule {s.schedule} with vpp={s.vpp}: its order is defined for {needs.get(s.schedule, 'any vpp')}."
 
 
-def micro_batches(interleaved_multiple_of_pp: bool) -> Rule:
+def micro_batches(megatron: bool) -> Rule:
     """How many micro-batches each schedule needs.
 
     Args:
-        interleaved_multiple_of_pp: Megatron's rule; otherwise PyTorch's, rounds of at least pp micro-batches.
+        megatron: Its rules: 1F1B takes any number, interleaved whole groups of pp. Otherwise PyTorch's: 1F1B needs pp,
+            interleaved runs in equal rounds of at least pp.
     """
 
     def holds(_: Job, t: StrategyTable) -> Mask:
         m, pp = t["grad_accum"], t["pp"]
         rounds = np.maximum(1, m // pp)
-        grouped = m % pp == 0 if interleaved_multiple_of_pp else m % rounds == 0
+        grouped = m % pp == 0 if megatron else m % rounds == 0
         kinds = [
             t.chosen("schedule", "1f1b"),
             t.chosen("schedule", "interleaved", "zero-bubble"),
             t.chosen("schedule", "dualpipev"),
         ]
-        return (pp == 1) | np.select(kinds, [m >= pp, grouped, m >= 2 * pp], default=np.ones((), dtype=bool)).astype(
-            bool
-        )
+        return (pp == 1) | np.select(
+            kinds, [m >= pp * (not megatron), grouped, m >= 2 * pp], default=np.ones((), dtype=bool)
+        ).astype(bool)
 
     def reason(_: Job, s: Strategy) -> str:
-        many = (
-            f"a multiple of pp={s.pp}" if interleaved_multiple_of_pp else f"a multiple of max(1, grad_accum // {s.pp})"
-        )
+        many = f"a multiple of pp={s.pp}" if megatron else f"a multiple of max(1, grad_accum // {s.pp})"
         needs = {"1f1b": f"at least pp={s.pp}", "dualpipev": f"at least 2 pp={2 * s.pp}"}.get(s.schedule, many)
         return f"schedule {s.schedule} with grad_accum={s.grad_accum} micro-batches: it needs {needs}. Use a smaller micro_batch_size or pp."
 
@@ -231,20 +230,6 @@ def _precision_reason(job: Job, s: Strategy) -> str:
     return f"precision {s.precision} is not the workload's {job.workload.precision}. Use that, or fp8 where the GPU has it."
 
 
-def recomputed_layers(job: Job, s: Strategy) -> tuple[int, ...]:
-    """Layers that each of the pp * vpp stages computes twice."""
-    layers = stage_layers(job, s)
-    if s.recompute == "none":
-        return (0,) * len(layers)
-    return s.recompute_layers or layers
-
-
-def stage_layers(job: Job, s: Strategy) -> tuple[int, ...]:
-    """Layers of each of the pp * vpp stages."""
-    stages = s.pp * s.vpp
-    return s.stage_layers or (job.model.num_layers // stages,) * stages
-
-
 def _recompute(job: Job, t: StrategyTable) -> Mask:
     named = t.mapped("recompute_modules", len) > 0
     length = t.mapped("recompute_layers", len)
@@ -263,7 +248,7 @@ def _recompute_reason(job: Job, s: Strategy) -> str:
         return f"recompute {s.recompute} with recompute_modules={list(s.recompute_modules)}: only selective names modules, and must."
     return (
         f"recompute_layers={list(s.recompute_layers)} must be empty or have pp*vpp={s.pp * s.vpp} counts, none above "
-        f"the layers of its stage {list(stage_layers(job, s))}."
+        "the layers of its stage."
     )
 
 

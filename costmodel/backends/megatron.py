@@ -70,7 +70,7 @@ BACKEND = Backend(
     rules=(
         *RULES,
         kv_heads(replicate=True),
-        micro_batches(interleaved_multiple_of_pp=True),
+        micro_batches(megatron=True),
         _ZERO_PP,
         _MOE_TP_SP,
         _ETP,

@@ -43,7 +43,7 @@ BACKEND = Backend(
         *RULES,
         kv_heads(replicate=False),
         VOCAB,
-        micro_batches(interleaved_multiple_of_pp=False),
+        micro_batches(megatron=False),
         NO_TIED_PP,
         NO_LINEAR_CP,
         _SP,

@@ -1,0 +1,138 @@
+"""Bytes that stay alive between forward and backward: what each operation saves, per layer and micro-batch on a rank.
+
+An operation saves what its backward reads. Counts for the native stack are exact for eager PyTorch and tested against
+autograd's own saved tensors; for the others they follow the same operations with fused kernels.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from trainplan.costmodel.model import AttentionKind, MlpKind
+from trainplan.costmodel.stacks import traffic
+from trainplan.costmodel.work import Column, Shapes
+
+LayerKind = tuple[AttentionKind, MlpKind]
+STATISTIC_BYTES = 4
+"""One fp32 number per row: a norm's reciprocal root, attention's log-sum-exp."""
+
+
+def saved_bytes(s: Shapes, kind: LayerKind) -> Column:
+    """Bytes one layer saves for one micro-batch when nothing of it is recomputed."""
+    parts = _parts(s, kind)
+    return np.asarray(sum(parts.values(), start=np.zeros(())))
+
+
+def kept_bytes(s: Shapes, kind: LayerKind) -> Column:
+    """Bytes that a recomputed layer keeps: its input (full), or what the selective modules don't repeat."""
+    parts = _parts(s, kind)
+    total = saved_bytes(s, kind)
+    dropped = sum(
+        (s.table.mapped("recompute_modules", lambda names, p=part: p in names) * size for part, size in parts.items()),
+        start=np.zeros(()),
+    )
+    boundary = s.element_bytes * s.norm_tokens * s.job.model.hidden_size
+    by_operator = s.table.mapped("recompute_modules", lambda names: "ops" in names).astype(bool)
+    selective = np.where(by_operator, boundary + _operator_policy_bytes(s, kind), total - dropped)
+    return np.where(s.table.chosen("recompute", "full"), boundary, np.maximum(selective, boundary))
+
+
+def edge_bytes(s: Shapes) -> Column:
+    """Bytes the head saves beside the logits: the final norm and its output."""
+    return np.asarray(_norm_bytes(s, s.norm_tokens, s.job.model.hidden_size) + _input_bytes(s))
+
+
+def loss_bytes(s: Shapes) -> Column:
+    """Peak bytes of logits and their gradients: all tokens of a micro-batch, or one chunk and the fp32 weight gradient."""
+    chunk = s.table["loss_chunk"]
+    vocab = s.job.model.vocab_size / s.table["tp"]
+    whole = s.tokens * vocab * sum(share * peak for share, peak in _logit_peaks(s))
+    chunked = chunk * vocab * (2 * s.element_bytes + 8) + 4 * vocab * s.job.model.hidden_size
+    return np.where(chunk > 0, chunked, whole)
+
+
+def _logit_peaks(s: Shapes) -> list[tuple[Column, int]]:
+    (eager_share, _), (fused_share, _) = s.kernel("loss")
+    eager = s.stack.kernels(4 if np.all(s.table.chosen("precision", "fp32")) else 2).logit_peak_bytes
+    return [(eager_share, eager), (fused_share, 6)]
+
+
+def _input_bytes(s: Shapes) -> Column:
+    """The input that projections of the hidden size share."""
+    return np.asarray(s.element_bytes * s.norm_tokens * s.job.model.hidden_size)
+
+
+def _norm_bytes(s: Shapes, tokens: Column, width: Column | float, rows_per_token: Column | float = 1) -> Column:
+    saved = sum(share * traffic(k.saved, s.element_bytes) for share, k in s.kernel("norm"))
+    return np.asarray(tokens * (width * saved + STATISTIC_BYTES * rows_per_token))
+
+
+def _glu_bytes(s: Shapes, tokens: Column, width: Column) -> Column:
+    """Gate, up and (eager) the activated gate, and the product that the down projection reads."""
+    saved = sum(share * traffic(k.saved, s.element_bytes) for share, k in s.kernel("glu"))
+    gated = saved if s.job.model.gated_mlp else s.element_bytes
+    return np.asarray(tokens * width * (gated + s.element_bytes))
+
+
+def _parts(s: Shapes, kind: LayerKind) -> dict[str, Column]:
+    """Saved bytes by the names that selective recompute uses, and ``other``."""
+    model, t, e = s.job.model, s.table, s.element_bytes
+    attention, mlp = kind
+    norms = model.norms_per_layer * _norm_bytes(s, s.norm_tokens, model.hidden_size)
+    inputs = 2 * _input_bytes(s)
+    core, other, head_norms = _attention_bytes(s, attention)
+    if mlp == "dense":
+        feed = _glu_bytes(s, s.tokens, np.asarray(model.ffn_hidden_size) / t["tp"])
+    else:
+        moe = model.moe
+        assert moe is not None  # held by ModelSpec
+        routed = s.norm_tokens * moe.top_k * t["etp"]
+        feed = _glu_bytes(s, routed, np.asarray(moe.ffn_hidden_size) / t["etp"])
+        if moe.shared_ffn_hidden_size:
+            feed = feed + _glu_bytes(s, s.tokens, np.asarray(moe.shared_ffn_hidden_size) / t["tp"])
+        other = other + 2 * e * routed * model.hidden_size + STATISTIC_BYTES * s.norm_tokens * moe.num_experts
+    return {"core_attn": core, "layernorm": norms + inputs, "mlp": feed, "other": other + head_norms}
+
+
+def _attention_bytes(s: Shapes, kind: AttentionKind) -> tuple[Column, Column, Column]:
+    """(repeatable with core_attn, the rest, norms per head) of one token mixer."""
+    model, t, e, tokens = s.job.model, s.table, s.element_bytes, s.tokens
+    if kind == "linear":
+        la = model.linear_attention
+        assert la is not None  # held by ModelSpec
+        key, value = 2 * la.num_key_heads * la.key_head_dim / t["tp"], la.num_value_heads * la.value_head_dim / t["tp"]
+        state = la.num_value_heads / t["tp"] * la.key_head_dim * la.value_head_dim / 64  # one fp32 state per chunk
+        return e * tokens * value + 4 * tokens * state, e * tokens * (2 * (key + value) + 2 * value), np.zeros(())
+    heads = model.num_heads / t["tp"]
+    if model.mla is not None:
+        mla = model.mla
+        qk, v = mla.qk_nope_head_dim + mla.qk_rope_head_dim, mla.v_head_dim
+        latent = (mla.q_lora_rank or 0) + mla.kv_lora_rank
+        low_rank = _norm_bytes(s, tokens, latent) + e * tokens * latent
+        return STATISTIC_BYTES * tokens * heads + e * tokens * heads * v, e * tokens * heads * (2 * qk + v), low_rank
+    q = heads * model.head_dim
+    kv = np.maximum(model.num_kv_heads / t["tp"], 1) * model.head_dim
+    head_norms = np.zeros(())
+    if model.qk_norm:
+        head_norms = _norm_bytes(s, tokens, q, heads) + _norm_bytes(s, tokens, kv, kv / model.head_dim)
+    masked = bool(s.job.workload.length_histogram) & s.table["packing"] & s.stack.masks_documents
+    # A mask repeats the key-value heads for every query head and is kept as numbers of the compute type, per layer.
+    keys = np.where(masked, 2 * q, 2 * kv)
+    mask = np.where(masked, e * tokens * s.job.workload.seq_len, 0)
+    scores = np.where(t.chosen("attention", "eager"), 2 * e * tokens * s.job.workload.seq_len * heads, 0)
+    core = STATISTIC_BYTES * tokens * heads + scores
+    return core, e * tokens * (q + keys + q) + mask, head_norms
+
+
+def _operator_policy_bytes(s: Shapes, kind: LayerKind) -> Column:
+    """torchtitan's operator policy keeps attention's output and every second matrix product's."""
+    model, t = s.job.model, s.table
+    q, kv = model.num_heads * model.head_dim / t["tp"], 2 * model.num_kv_heads * model.head_dim / t["tp"]
+    f = np.asarray((model.ffn_hidden_size if kind[1] == "dense" else _expert_width(s)) or 0) / t["tp"]
+    products = q + kv + 2 * f + 2 * model.hidden_size
+    return np.asarray(s.element_bytes * s.tokens * (q + products / 2))
+
+
+def _expert_width(s: Shapes) -> int:
+    moe = s.job.model.moe
+    return moe.ffn_hidden_size * moe.top_k + moe.shared_ffn_hidden_size if moe else 0
