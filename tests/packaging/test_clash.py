@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 FOLDERS = ("planner", "costmodel", "executor", "kernels", "profiles")
 REPOSITORY = Path(__file__).resolve().parents[2]
-# A tiny Qwen3 is built too: making a model is what makes transformers look for kernels to use.
+# A tiny Qwen3 is built too: making a model is what makes transformers look for kernels to use. Printed are the top-level modules
+# of our folders' names, loaded or only importable, and where each comes from.
 USE_TRANSFORMERS = """
-import sys
+from importlib.util import find_spec
 from transformers import AutoModelForCausalLM, Qwen3Config
 AutoModelForCausalLM.from_config(
     Qwen3Config(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
@@ -26,8 +27,8 @@ AutoModelForCausalLM.from_config(
 )
 import trainplan.costmodel.model, trainplan.executor, trainplan.kernels, trainplan.planner, trainplan.profiles
 for name in ("planner", "costmodel", "executor", "kernels", "profiles"):
-    if name in sys.modules:
-        print(name, sys.modules[name].__file__)
+    if spec := find_spec(name):
+        print(name, spec.origin)
 """
 
 
@@ -60,13 +61,11 @@ def test_installed_beside_strangers_of_the_same_names(
     assert printed == [f"a stranger trainplan.{folder} False" for folder in FOLDERS]
 
 
-def test_a_worker_in_the_repository_sees_no_bare_folder(tmp_path: Path) -> None:
+def test_a_worker_in_the_repository_sees_no_bare_folder() -> None:
     """Hugging Face transformers imports a package called kernels if it finds one: it must not find our folder."""
-    worker = tmp_path / "worker.py"
-    worker.write_text(USE_TRANSFORMERS)
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(
-        [sys.executable, worker],
+        [sys.executable, "-c", USE_TRANSFORMERS],  # -c looks in the working directory, unless told to be safe
         cwd=REPOSITORY,
         env={**clean, "PYTHONSAFEPATH": "1"},
         capture_output=True,
@@ -74,26 +73,22 @@ def test_a_worker_in_the_repository_sees_no_bare_folder(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found = [line for line in done.stdout.splitlines() if line.split()[-1].startswith(str(REPOSITORY))]
-    assert found == []
+    assert [
+        line for line in done.stdout.splitlines() if str(REPOSITORY) in line
+    ] == []  # an installed stranger may be there
 
 
 @pytest.mark.slow
-def test_beside_the_kernels_package_of_hugging_face(
-    borrowing_environment: Environment, wheel: Path, tmp_path: Path
-) -> None:
-    """The real one, from the package index: transformers uses theirs, we use ours."""
+def test_beside_the_kernels_package_of_hugging_face(borrowing_environment: Environment, wheel: Path) -> None:
+    """The real one, from the package index: whoever says kernels gets theirs, trainplan.kernels is ours."""
     environment = borrowing_environment
     environment.install("--quiet", "--no-deps", "--ignore-installed", wheel)
     environment.install("--quiet", "kernels")
-    worker = tmp_path / "worker.py"
-    worker.write_text(USE_TRANSFORMERS + "print(trainplan.kernels.__name__, trainplan.kernels.__file__)\n")
-    printed = dict(
-        line.split(maxsplit=1)
-        for line in environment.run_ok("python", worker, cwd=REPOSITORY, env={"PYTHONSAFEPATH": "1"}).splitlines()
-    )
+    # Imported by name, as transformers does only for the releases of it that it knows.
+    code = "import kernels\n" + USE_TRANSFORMERS + "print('trainplan.kernels', trainplan.kernels.__file__)\n"
+    printed = environment.run_ok("python", "-c", code, cwd=REPOSITORY, env={"PYTHONSAFEPATH": "1"})
     site = environment.site_packages
-    assert printed == {
+    assert dict(line.split(maxsplit=1) for line in printed.splitlines()) == {
         "kernels": str(site / "kernels" / "__init__.py"),
         "trainplan.kernels": str(site / "trainplan" / "kernels" / "__init__.py"),
     }

@@ -48,10 +48,10 @@ def imports(source: str) -> list[Import]:
             names = [f"{base}.{alias.name}" for alias in node.names] if base == "trainplan" else [base]
             found.extend(Import(name, node.lineno, runs) for name in names)
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            for child in node.body:
-                visit(child, False)
-            for child in node.orelse:
-                visit(child, runs)
+            for guarded in node.body:
+                visit(guarded, False)
+            for other in node.orelse:
+                visit(other, runs)
         else:
             deferred = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
             for child in ast.iter_child_nodes(node):

@@ -54,7 +54,7 @@ def test_wheel_names_its_licence_and_runs_on_any_platform(wheel: Path) -> None:
 def test_source_distribution_builds_the_same_wheel(
     tree: Path, wheel: Path, build_wheel: Callable[[Path], Path], tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-P", "-m", "build", "--sdist", "--no-isolation", "--outdir", tmp_path, tree]
+    command = [sys.executable, "-P", "-m", "build", "--sdist", "--no-isolation", "--outdir", str(tmp_path), str(tree)]
     subprocess.run(command, check=True, capture_output=True)
     (sdist,) = tmp_path.glob("trainplan-*.tar.gz")
     with tarfile.open(sdist) as archive:
