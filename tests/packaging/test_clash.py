@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 FOLDERS = ("planner", "costmodel", "executor", "kernels", "profiles")
 REPOSITORY = Path(__file__).resolve().parents[2]
-# A tiny Qwen3 is built too: making a model is what makes transformers look for kernels to use. Printed are the top-level modules
-# of our folders' names, loaded or only importable, and where each comes from.
+# A tiny Qwen3 is built too: making a model is what makes transformers look for kernels to use. It prints the top-level
+# modules of our folders' names, loaded or only importable, and where each comes from.
 USE_TRANSFORMERS = """
 from importlib.util import find_spec
 from transformers import AutoModelForCausalLM, Qwen3Config
