@@ -175,9 +175,10 @@ def _of_gpus(gpu: str, count: int, nodes: int | None) -> Cluster:
     if nodes is None and count > size and shape:
         if count % size:
             below, above = count // size * size, (count // size + 1) * size
+            part = next(n for n in range(size, 0, -1) if count % n == 0)
             raise UsageError(
                 f"{count}x{gpu}: {count} GPUs do not fill nodes of {size} ({shape.name}). Use 1 to {size} GPUs, a "
-                f"multiple of {size} such as {below} or {above}, or say the nodes, as in 2x{size // 2 or 1}x{gpu}."
+                f"multiple of {size} such as {below} or {above}, or say the nodes, as in {count // part}x{part}x{gpu}."
             )
         per_node, num_nodes = size, count // size
     if per_node > size:

@@ -115,7 +115,7 @@ def test_the_name_of_a_cluster_loads_it_again(ref: str) -> None:
         ("dgx-h101", ["'dgx-h101' is not known", "Did you mean dgx-h100", "8xH100"]),
         ("zzz", ["'zzz' is not known", "Write 8xH100"]),
         ("", ["not known"]),
-        ("12xH100", ["do not fill nodes of 8", "1 to 8", "8 or 16", "2x4xH100"]),
+        ("12xH100", ["do not fill nodes of 8", "1 to 8", "8 or 16", "2x6xH100"]),
         ("6xGB200", ["do not fill nodes of 4", "4 or 8"]),
         ("2x16xH100", ["dgx-h100 holds 8", "1 to 8", "YAML"]),
         ("9xRTX-4090", ["no node with a network", "1 to 8", "YAML"]),
