@@ -68,8 +68,8 @@ def all_reduce_s(message_bytes: Column, g: Group, rates: Rates, algo: Column | i
     """Seconds to reduce ``message_bytes`` over the group, the buffer of each rank.
 
     ring: 2 latency + (S / B) 2 (n - 1) / n. tree: 2 log2(domains) network hops (or log2(n) inside) and the ring's
-    traffic. hierarchical: reduce-scatter inside, all-reduce of a 1/local share between domains, all-gather inside.
-    auto: the fastest of them. Source: nccl-tests doc/PERFORMANCE.md; Sanders, Speck, Traeff 2009 (two-tree).
+    traffic. hierarchical: reduce-scatter inside, all-reduce of a 1/local share between domains, all-gather inside,
+    cut into pieces so that the slower tier hides the other. auto: the fastest of them. Source: nccl-tests doc/PERFORMANCE.md; Sanders, Speck, Traeff 2009 (two-tree).
     """
     S = message_bytes
     traffic = S / _bus(g, "all_reduce", rates) * 2 * (g.n - 1) / g.n
@@ -82,11 +82,8 @@ def all_reduce_s(message_bytes: Column, g: Group, rates: Rates, algo: Column | i
     tree = 2 * depth + traffic
     inside = Group(g.local, g.local)
     between = np.maximum(g.domains - 1, 0)
-    hierarchical = 2 * all_gather_s(S, inside, rates) + np.where(
-        g.spans,
-        2 * between * rates.scale_out.latency + S / g.local / rates.scale_out.all_reduce * 2 * between / g.domains,
-        0.0,
-    )
+    outside = 2 * between * rates.scale_out.latency + S / g.local / rates.scale_out.all_reduce * 2 * between / g.domains
+    hierarchical = np.maximum(2 * all_gather_s(S, inside, rates), np.where(g.spans, outside, 0.0))
     chosen = np.asarray(algo)
     fastest = np.minimum(ring, np.minimum(tree, hierarchical))
     t = np.select([chosen == RING, chosen == TREE, chosen == HIERARCHICAL], [ring, tree, hierarchical], fastest)

@@ -80,6 +80,7 @@ class Stack:
             skips what it may not read.
         rendezvous_p2p: Pipeline neighbours meet to exchange (PyTorch's 1F1B); otherwise sends run on their own.
         comm_buffer_bytes: Communication library buffers of a process [bytes].
+        host_launch_s: Host time per kernel launch on a GPU [s].
         context_bytes: Device context and loaded libraries of a process [bytes].
     """
 
@@ -89,6 +90,9 @@ class Stack:
     fsdp2: bool
     masks_documents: bool
     rendezvous_p2p: bool
+    host_launch_s: float = 8e-6
+    """Python and framework time per kernel launched on a GPU. Measured published step times of small models imply 8 us
+    for Megatron and 14 us for Hugging Face modules with adapters (fits over published rows, see docs/cost-model.md)."""
     comm_buffer_bytes: float = 342e6
     """342 to 392 MB by group size: ai-dynamo/aiconfigurator, system files, nccl_mem."""
     context_bytes: float = 0.6e9

@@ -120,14 +120,21 @@ class _Pricer:
         )
 
     def seconds(self, work: Work) -> Value:
-        """Roofline: the slower of arithmetic and traffic; at least (GPU) or besides (CPU) the time to issue it."""
+        """Roofline: the slower of arithmetic and traffic; at least a kernel's shortest run (GPU), or besides the time to
+        call it (CPU)."""
         rate = {"matmul": self.matmul, "attention": self.attention, "memory": np.inf}[work.unit]
         busy = np.maximum(work.flops / rate, work.bytes / self.rates.memory)
         issue = work.launches * np.asarray(self.rates.op_overhead)
         return busy + issue if self.rates.sequential_issue else np.maximum(busy, issue)
 
     def total(self, work: Sequence[Work], phase: Phase) -> Column:
-        return np.asarray(sum((self.seconds(w) for w in work if w.phase == phase), start=np.zeros(())))
+        """Seconds of a phase: its operations one after the other; on a GPU not less than the host takes to launch them."""
+        chosen = [w for w in work if w.phase == phase]
+        device = np.asarray(sum((self.seconds(w) for w in chosen), start=np.zeros(())))
+        if self.rates.sequential_issue:
+            return device
+        launches = sum((w.launches for w in chosen), start=np.zeros(()))
+        return np.maximum(device, launches * self.shapes.stack.host_launch_s)
 
     def layer(self, kind: LayerKind) -> Unit:
         work = layer_work(self.shapes, *kind)

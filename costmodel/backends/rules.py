@@ -116,7 +116,7 @@ def _allowed_mask(table: StrategyTable, name: str, allowed: Collection[Any]) -> 
 
 
 def _shown(value: Any) -> str:
-    return "none" if value in ((), None) else "+".join(value) if isinstance(value, tuple) else str(value)
+    return "none" if value in ((), None) else "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def divisors(n: int) -> list[int]:
