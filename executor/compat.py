@@ -51,7 +51,5 @@ def local_slices(parameter: nn.Parameter | torch.Tensor) -> tuple[slice, ...]:
     """The part of the full tensor that this rank holds, one slice per dim; everything for a plain tensor."""
     if not isinstance(parameter, DTensor):
         return tuple(slice(0, size) for size in parameter.shape)
-    shape, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))

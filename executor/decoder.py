@@ -65,7 +65,7 @@ def check_supported(spec: ModelSpec) -> None:
 
 
 class RmsNorm(nn.Module):
-    """x / rms(x) * weight, the mean in fp32 and the scaling in the input's dtype: bitwise what the checkpoints expect."""
+    """x / rms(x) * weight, mean in fp32 and scaling in the input's dtype: bitwise what the checkpoints expect."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -94,10 +94,8 @@ class Attention(nn.Module):
         self.k_norm = RmsNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
         self.sdpa = Sdpa()
 
-    def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        """``x``: [rows, tokens, hidden_size]; ``cos``, ``sin``: [rows, tokens, head_dim]. Returns the shape of ``x``."""
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """``x``: [rows, tokens, hidden_size]; ``cos``, ``sin``: [rows, tokens, head_dim]. Returns the shape of x."""
         rows, tokens, _ = x.shape
         # -1 heads: under tensor parallelism a rank has only its share of them.
         q, k, v = (p(x).view(rows, tokens, -1, self.head_dim) for p in (self.q_proj, self.k_proj, self.v_proj))
@@ -105,7 +103,7 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         out = self.sdpa(rotate(q, cos, sin), rotate(k, cos, sin), v, mask)
-        return self.o_proj(out.transpose(1, 2).reshape(rows, tokens, -1))  # type: ignore[no-any-return]
+        return self.o_proj(out.transpose(1, 2).reshape(rows, tokens, -1))
 
 
 class Mlp(nn.Module):
@@ -121,7 +119,7 @@ class Mlp(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x``: [rows, tokens, hidden_size]. Returns the same shape."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):
@@ -144,20 +142,16 @@ class Block(nn.Module):
         """Compiles what the layer computes. The hooks of FSDP and the recomputation stay outside, in eager Python."""
         self._compiled = torch.compile(self._body, fullgraph=True)
 
-    def _body(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _body(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
-        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+        return x + self.mlp(self.post_attention_layernorm(x))
 
-    def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """``x``: [rows, tokens, hidden_size]. Returns the same shape."""
         body = self._compiled or self._body
         if self.recompute and torch.is_grad_enabled():
             # There is no dropout, so no random state needs to be kept for the second pass.
-            return checkpoint(body, x, cos, sin, mask, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+            return checkpoint(body, x, cos, sin, mask, use_reentrant=False, preserve_rng_state=False)
         return body(x, cos, sin, mask)
 
 
@@ -187,7 +181,7 @@ class Stack(nn.Module):
         mask = None if documents is None else document_mask(documents)
         for layer in self.layers.values():
             x = layer(x, cos, sin, mask)
-        return self.norm(x)  # type: ignore[no-any-return]
+        return self.norm(x)
 
 
 class CausalLm(nn.Module):

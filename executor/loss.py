@@ -25,7 +25,7 @@ def summed_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor
     if chunk == 0 or chunk >= hidden.shape[0]:
         logits = F.linear(hidden, weight).float()
         return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
-    return _ChunkedLoss.apply(hidden, weight, labels, chunk)  # type: ignore[no-any-return]
+    return _ChunkedLoss.apply(hidden, weight, labels, chunk)
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -36,9 +36,7 @@ class _ChunkedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int
-    ) -> torch.Tensor:
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int) -> torch.Tensor:
         log_sum_exp = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
         total = hidden.new_zeros((), dtype=torch.float32)
         for start in range(0, hidden.shape[0], chunk):

@@ -36,7 +36,9 @@ class RunOptions(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> RunOptions:
         if self.warmup_steps > self.steps:
-            raise ValueError(f"warmup_steps={self.warmup_steps} is more than steps={self.steps}. Warm up for fewer steps.")
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps} is more than steps={self.steps}. Warm up for fewer steps."
+            )
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas={self.betas}: each must be at least 0 and below 1.")
         return self

@@ -21,6 +21,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from trainplan.costmodel.backends.native import BACKEND as NATIVE
 from trainplan.costmodel.errors import UsageError
 from trainplan.costmodel.model import ModelSpec
 from trainplan.costmodel.strategy import Strategy
@@ -28,60 +29,30 @@ from trainplan.executor.decoder import CausalLm
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-# What this executor runs. Every other value is refused, never ignored.
-_SUPPORTED: dict[str, tuple[object, ...]] = {
-    "tp": (1,),
-    "sp": (False,),
-    "pp": (1,),
-    "vpp": (1,),
-    "cp": (1,),
-    "ep": (1,),
-    "etp": (1,),
-    "collective_algo": ("auto",),
-    "token_budget": (0,),
-    "recompute": ("none", "full"),
-    "recompute_modules": ((),),
-    "activation_offload": (False,),
-    "optimizer_offload": (False,),
-    "reduce_dtype": ("fp32", "bf16"),
-    "precision": ("fp32", "bf16"),
-    "attention": ("sdpa",),
-    "fused_kernels": ((),),
-    "overlap_grad_reduce": (True,),
-    "overlap_param_gather": (True,),
-    "overlap_tp": (False,),
-    "bucket_bytes": (0,),
-    "checkpoint_mode": ("sync",),
-}
-
 
 def check_strategy(spec: ModelSpec, strategy: Strategy) -> None:
-    """Returns if the native executor runs ``strategy`` exactly as it is written.
+    """Returns if the native executor runs ``strategy`` exactly as it is written; nothing is ever ignored.
+
+    The values come from the table that the search reads, `trainplan.costmodel.backends.native`.
 
     Raises:
         UsageError: It does not; the message names the field and the values it runs.
     """
 
-    def refuse(field: str, values: str) -> None:
-        raise UsageError(
-            f"{field}={getattr(strategy, field)!r} is not run by the native executor. Use {values}, "
-            f"or export the plan to a backend that has it."
-        )
+    def refuse(field: str, mend: str) -> None:
+        raise UsageError(f"{field}={getattr(strategy, field)!r} is not run by the native executor. {mend}")
 
-    for field, values in _SUPPORTED.items():
+    for field, values in NATIVE.values.items():
         if getattr(strategy, field) not in values:
-            refuse(field, " or ".join(f"{field}={value!r}" for value in values))
-    if strategy.prefetch_units < 1:
-        refuse("prefetch_units", "prefetch_units >= 1 (FSDP2 always gathers one unit ahead)")
-    if strategy.stage_layers not in (None, (spec.num_layers,)):
-        refuse("stage_layers", f"stage_layers=({spec.num_layers},), the only stage")
+            options = " or ".join(f"{field}={value!r}" for value in sorted(values, key=repr))
+            refuse(field, f"Use {options}, or export the plan to a backend that has it.")
     layers = strategy.recompute_layers
     if layers and (strategy.recompute == "none" or len(layers) != 1 or not 0 <= layers[0] <= spec.num_layers):
-        refuse("recompute_layers", f"one count of at most {spec.num_layers} with recompute='full', or none")
-    if strategy.sharding == "none" and strategy.dp_shard > 1:
-        refuse("dp_shard", f"dp_replicate={strategy.dp} and dp_shard=1 with sharding='none'")
+        refuse("recompute_layers", f"Use one count of at most {spec.num_layers}, with recompute='full'.")
+    if (strategy.sharding == "none") != (strategy.dp_shard == 1):
+        refuse("sharding", f"It goes with dp_shard={strategy.dp_shard} only if both are off: 'none' with dp_shard=1.")
     if strategy.sharding != "parameters" and strategy.reshard_after_forward:
-        refuse("reshard_after_forward", "reshard_after_forward=False unless sharding='parameters'")
+        refuse("reshard_after_forward", "Only gathered parameters can be freed: use sharding='parameters'.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +129,7 @@ def _shard(model: CausalLm, strategy: Strategy, mesh: DeviceMesh) -> None:
     blocks = model.blocks
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=strategy.reshard_after_forward)
-    # The root holds the embeddings and the final norm. They are needed first in the backward pass, so never freed before.
+    # The root holds the embeddings and the final norm. They are needed first in the backward pass, so not freed.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
