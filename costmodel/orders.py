@@ -106,7 +106,7 @@ def rank_stages(schedule: Schedule, pp: int, vpp: int, rank: int) -> tuple[int, 
     return tuple(np.flatnonzero(stage_ranks(schedule, pp, vpp) == rank).tolist())
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=128)
 def rank_orders(schedule: Schedule, pp: int, vpp: int, num_micro_batches: int) -> tuple[Ints, ...]:
     """The tasks of every pipeline rank in the order they run.
 
