@@ -50,7 +50,28 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "mistral": {"model_type": "mistral", "sliding_window": None, "tie_word_embeddings": False},
 }
-WORDS = "the quick brown fox jumps over a lazy dog while seven old wizards mix strange black quartz".split()
+WORDS = (
+    *("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog"),
+    *("while", "seven", "old", "wizards", "mix", "strange", "black", "quartz"),
+)
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "while",
+    "seven",
+    "old",
+    "wizards",
+    "mix",
+    "strange",
+    "black",
+    "quartz",
+]
 
 
 def tiny_config(family: str, **changes: Any) -> dict[str, Any]:

@@ -25,12 +25,12 @@ def test_fsdp_state_can_be_read() -> None:
     for layer in model:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    first = model[0]
-    assert isinstance(model, FSDPModule)
-    assert isinstance(first, FSDPModule)
+    units: list[FSDPModule] = [layer for layer in model if isinstance(layer, FSDPModule)]
+    first, others = units[0], units[1:]
+    assert len(others) == 2
     first.set_gradient_divide_factor(1.0)
     first.set_force_sum_reduction_for_comms(True)
-    first.set_modules_to_forward_prefetch([model[1], model[2]])
+    first.set_modules_to_forward_prefetch(others)
     unit = compat.fsdp_unit(first)
     assert unit == compat.FsdpUnit(
         reshard_after_forward=True,
@@ -41,7 +41,7 @@ def test_fsdp_state_can_be_read() -> None:
         forward_prefetch=2,
         backward_prefetch=0,
     )
-    assert not compat.fsdp_unit(model[1]).sum_reduction
+    assert not compat.fsdp_unit(others[0]).sum_reduction
 
 
 @pytest.mark.usefixtures("one_rank")
