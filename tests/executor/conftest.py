@@ -54,24 +54,6 @@ WORDS = (
     *("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog"),
     *("while", "seven", "old", "wizards", "mix", "strange", "black", "quartz"),
 )
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "a",
-    "lazy",
-    "dog",
-    "while",
-    "seven",
-    "old",
-    "wizards",
-    "mix",
-    "strange",
-    "black",
-    "quartz",
-]
 
 
 def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
