@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from trainplan.costmodel.model import AttentionKind, MlpKind
-from trainplan.costmodel.stacks import traffic
+from trainplan.costmodel.stacks import FUSED, traffic
 from trainplan.costmodel.work import Column, Shapes
 
 LayerKind = tuple[AttentionKind, MlpKind]
@@ -46,15 +46,10 @@ def loss_bytes(s: Shapes) -> Column:
     """Peak bytes of logits and their gradients: all tokens of a micro-batch, or one chunk and the fp32 weight gradient."""
     chunk = s.table["loss_chunk"]
     vocab = s.job.model.vocab_size / s.table["tp"]
-    whole = s.tokens * vocab * sum(share * peak for share, peak in _logit_peaks(s))
+    eager = s.stack.kernels(int(np.max(s.element_bytes))).logit_peak_bytes
+    whole = s.tokens * vocab * np.where(s.fused("loss"), FUSED.logit_peak_bytes, eager)
     chunked = chunk * vocab * (2 * s.element_bytes + 8) + 4 * vocab * s.job.model.hidden_size
     return np.where(chunk > 0, chunked, whole)
-
-
-def _logit_peaks(s: Shapes) -> list[tuple[Column, int]]:
-    (eager_share, _), (fused_share, _) = s.kernel("loss")
-    eager = s.stack.kernels(4 if np.all(s.table.chosen("precision", "fp32")) else 2).logit_peak_bytes
-    return [(eager_share, eager), (fused_share, 6)]
 
 
 def _input_bytes(s: Shapes) -> Column:
@@ -125,7 +120,7 @@ def _attention_bytes(s: Shapes, kind: AttentionKind) -> tuple[Column, Column, Co
 
 
 def _operator_policy_bytes(s: Shapes, kind: LayerKind) -> Column:
-    """torchtitan's operator policy keeps attention's output and every second matrix product's."""
+    """Torchtitan's operator policy keeps attention's output and every second matrix product's."""
     model, t = s.job.model, s.table
     q, kv = model.num_heads * model.head_dim / t["tp"], 2 * model.num_kv_heads * model.head_dim / t["tp"]
     f = np.asarray((model.ffn_hidden_size if kind[1] == "dense" else _expert_width(s)) or 0) / t["tp"]

@@ -43,7 +43,8 @@ def group(n: Column, stride: Column, rates: Rates) -> Group:
 def _bus(g: Group, kind: str, rates: Rates) -> Value:
     """Bus bandwidth of a ring over the group: across domains every local rank drives its own network link, so the
     ring moves up to ``local`` times a link, and never more than the scale-up tier. Source: nccl-tests,
-    doc/PERFORMANCE.md, on bus bandwidth; rail-aligned rings as in NCCL's topology search."""
+    doc/PERFORMANCE.md, on bus bandwidth; rail-aligned rings as in NCCL's topology search.
+    """
     up, out = getattr(rates.scale_up, kind), getattr(rates.scale_out, kind)
     return np.where(g.spans, np.minimum(up, out * g.local), up)
 
@@ -107,7 +108,8 @@ def all_to_all_s(send_bytes: Column, g: Group, rates: Rates) -> Column:
 
 def p2p_s(message_bytes: Column, span: Column, rates: Rates) -> Column:
     """Seconds to send ``message_bytes`` to the next rank of a pipeline that spans ``span`` consecutive ranks; where
-    it leaves a scale-up domain, the slowest hop sets the pace."""
+    it leaves a scale-up domain, the slowest hop sets the pace.
+    """
     near = np.asarray(span) <= rates.scale_up_domain
     latency = np.where(near, rates.scale_up.latency, rates.scale_out.latency)
     return np.asarray(latency + message_bytes / np.where(near, rates.scale_up.p2p, rates.scale_out.p2p))

@@ -131,12 +131,26 @@ def stage_parameters(s: Shapes, place: Layout, stages: list[int]) -> tuple[Colum
     return dense / t["tp"], edge / t["tp"], np.asarray(largest / t["tp"]), routed / (t["ep"] * t["etp"])
 
 
+def own_parameters(s: Shapes, place: Layout, stages: list[int]) -> Column:
+    """Parameters that a rank's optimizer updates: its share where the optimizer state is sharded."""
+    t = s.table
+    layers, edge, _, routed = stage_parameters(s, place, stages)
+    dense_shard, expert_shard = _shards(t)
+    return np.asarray((layers + edge) / dense_shard + routed / expert_shard)
+
+
+def _shards(t: StrategyTable) -> tuple[Column, Column]:
+    """Ranks that sharding splits dense and routed parameters over; 1 without sharding."""
+    dense = t["dp_shard"] * t["cp"]
+    alone = t.chosen("sharding", "none")
+    return np.where(alone, 1, dense), np.where(alone, 1, np.maximum(dense * t["tp"] // (t["ep"] * t["etp"]), 1))
+
+
 def _state(s: Shapes, stack: Stack, place: Layout, stages: list[int]) -> dict[str, Column]:
     """Parameters, gradients, optimizer state and gathered copies of a rank, each by its own sharding."""
     t = s.table
     layers, edge, largest, routed = stage_parameters(s, place, stages)
-    shard = np.where(t.chosen("sharding", "none"), 1, t["dp_shard"] * t["cp"])
-    expert_shard = np.where(t.chosen("sharding", "none"), 1, np.maximum(shard * t["tp"] // (t["ep"] * t["etp"]), 1))
+    shard, expert_shard = _shards(t)
 
     def split(level: str) -> Column:
         """Parameters a rank keeps of what sharding splits from ``level`` on."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -195,8 +196,11 @@ class StrategyTable:
 
     def chosen(self, name: str, *values: str) -> np.ndarray:
         """Where the choice ``name`` is one of ``values`` (bool, broadcastable)."""
-        codes = [CHOICES[name].index(value) for value in values]
-        return np.isin(self[name], codes)
+        column = self[name]
+        result = column == CHOICES[name].index(values[0])
+        for value in values[1:]:
+            result = result | (column == CHOICES[name].index(value))
+        return np.asarray(result)
 
     def at_least(self, name: str, value: str) -> np.ndarray:
         """Where an ordered choice (sharding) has reached ``value`` (bool, broadcastable)."""
@@ -205,9 +209,10 @@ class StrategyTable:
     def mapped(self, name: str, function: Any) -> np.ndarray:
         """``function`` of each row's value of a tuple field; evaluated once per distinct value."""
         words = self.vocabulary.get(name, (getattr(DEFAULT, name),))
-        return np.asarray([function(word) for word in words])[self[name]]
+        values = np.asarray([function(word) for word in words])
+        return np.asarray(values[0] if len(words) == 1 else values[self[name]])
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         return np.broadcast_shapes(*(column.shape for column in self.columns.values()))
 
@@ -224,7 +229,7 @@ class StrategyTable:
         where = np.unravel_index(index, self.shape)
         values: dict[str, Any] = {}
         for name, column in self.columns.items():
-            value = np.broadcast_to(column, self.shape)[where].item()
+            value = (column if not column.ndim else np.broadcast_to(column, self.shape)[where]).item()
             if name in CHOICES:
                 value = CHOICES[name][value]
             elif name in TUPLES:
@@ -235,5 +240,9 @@ class StrategyTable:
     def take(self, indices: np.ndarray) -> StrategyTable:
         """The rows at flat ``indices``, as columns of that length."""
         where = np.unravel_index(indices, self.shape)
-        rows = {name: np.broadcast_to(column, self.shape)[where] for name, column in self.columns.items()}
+        rows = {
+            name: np.broadcast_to(column, self.shape)[where] if column.ndim else column for name, column in self.columns.items()
+        }
+        if len(indices) != self.size or not self.shape:  # a column that gives the table its length
+            rows["tp"] = np.broadcast_to(self["tp"], self.shape)[where]
         return StrategyTable(rows, self.vocabulary)

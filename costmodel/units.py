@@ -121,7 +121,8 @@ class _Pricer:
 
     def seconds(self, work: Work) -> Value:
         """Roofline: the slower of arithmetic and traffic; at least a kernel's shortest run (GPU), or besides the time to
-        call it (CPU)."""
+        call it (CPU).
+        """
         rate = {"matmul": self.matmul, "attention": self.attention, "memory": np.inf}[work.unit]
         busy = np.maximum(work.flops / rate, work.bytes / self.rates.memory)
         issue = work.launches * np.asarray(self.rates.op_overhead)
@@ -188,7 +189,8 @@ class _Pricer:
 
     def _context_parallel_s(self, kind: LayerKind, work: Sequence[Work]) -> tuple[Column, Column]:
         """Exposed seconds forward and backward. ring: cp - 1 exchanges of keys and values beside attention, twice the
-        bytes backward; ulysses: all-to-alls of q, k, v and the output, inline."""
+        bytes backward; ulysses: all-to-alls of q, k, v and the output, inline.
+        """
         model, e = self.shapes.job.model, self.shapes.element_bytes
         if kind[0] == "linear":
             return np.zeros(()), np.zeros(())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -40,7 +41,7 @@ class Work:
     part: str = "other"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Shapes:
     """Sizes that many operations share: tokens per rank, element bytes, and the kernels in use."""
 
@@ -48,27 +49,41 @@ class Shapes:
     table: StrategyTable
     stack: Stack
 
-    @property
+    @cached_property
     def tokens(self) -> Column:
         """Tokens of a micro-batch on a rank of the tp group, after cp."""
-        return self.table["micro_batch_size"] * self.job.workload.seq_len / self.table["cp"]
+        return np.asarray(self.table["micro_batch_size"] * self.job.workload.seq_len / self.table["cp"])
 
-    @property
+    @cached_property
     def norm_tokens(self) -> Column:
         """Tokens that norms and residuals see: sequence parallelism splits them over tp."""
-        return self.tokens / np.where(self.table["sp"], self.table["tp"], 1)
+        return np.asarray(self.tokens / np.where(self.table["sp"], self.table["tp"], 1))
 
-    @property
+    @cached_property
     def element_bytes(self) -> Column:
+        """Bytes of an activation."""
         return np.where(self.table.chosen("precision", "fp32"), 4, 2)
 
     def kernel(self, name: str) -> list[tuple[Column, Kernel]]:
         """(share of rows, kernel): the eager one, and the fused one where compile or a fused kernel replaces it."""
-        fused = self.table["compile"] | self.table.mapped(
-            "fused_kernels", lambda names: _FUSED_NAMES[name] in names
-        ).astype(bool)
-        eager: KernelSet = self.stack.kernels(4 if np.all(self.table.chosen("precision", "fp32")) else 2)
-        return [(~fused, getattr(eager, name)), (fused, getattr(FUSED, name))]
+        eager: KernelSet = self.stack.kernels(int(np.max(self.element_bytes)))
+        fused = self.fused(name)
+        if not fused.any():
+            return [(np.ones(()), getattr(eager, name))]
+        return [(np.ones(()), getattr(FUSED, name))] if fused.all() else [(~fused, getattr(eager, name)), (fused, getattr(FUSED, name))]
+
+    def fused(self, name: str) -> Column:
+        """Rows in which an operation's fused kernel runs (bool)."""
+        return self._fused[name]
+
+    @cached_property
+    def _fused(self) -> dict[str, Column]:
+        """Kernel -> the rows in which it is fused."""
+        compiled = self.table["compile"]
+        return {
+            name: np.asarray(compiled | self.table.mapped("fused_kernels", lambda names, of=of: of in names).astype(bool))
+            for name, of in _FUSED_NAMES.items()
+        }
 
 
 _FUSED_NAMES = {"norm": "norm", "rope": "rope", "glu": "swiglu", "residual": "norm", "loss": "cross_entropy"}
@@ -90,7 +105,7 @@ def attended(workload: Workload, window: int | None) -> float:
 def _gemm(
     s: Shapes, name: str, m: Column, n: Column, k: Column, part: str = "other", frozen: bool = False
 ) -> Iterator[Work]:
-    """m x k by k x n, with its input and weight gradients: 2 m n k FLOP each, both operands and the result moved once."""
+    """M x k by k x n, with its input and weight gradients: 2 m n k FLOP each, both operands and the result moved once."""
     moved = s.element_bytes * (m * k + k * n + m * n)
     for phase in PHASES[: 2 if frozen else 3]:
         yield Work(name, phase, "matmul", 2 * m * n * k, moved, 1, part)

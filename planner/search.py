@@ -11,12 +11,12 @@ from typing import Literal
 
 import numpy as np
 
-from trainplan.costmodel.backends import Backend, backend
+from trainplan.costmodel.backends import backend
 from trainplan.costmodel.errors import NoPlanError, UsageError
 from trainplan.costmodel.estimate import Estimate
 from trainplan.costmodel.job import Job
 from trainplan.costmodel.plan import SearchRecord
-from trainplan.costmodel.step import Priced, estimate, memory_limit, price
+from trainplan.costmodel.step import estimate, memory_limit, price
 from trainplan.costmodel.strategy import Strategy, StrategyTable
 from trainplan.planner.space import Group, Pins, Space, complexity
 
@@ -153,7 +153,11 @@ def tune(
             save_candidates(space, board.candidates, study_path)
     if not board.candidates:
         raise _nothing(space, counts)
-    return Result(board.candidates, counts.record(engine, engine == "enumerate"), estimate(job, backend_name, board.candidates[0].strategy))
+    return Result(
+        board.candidates,
+        counts.record(engine, engine == "enumerate"),
+        estimate(job, backend_name, board.candidates[0].strategy),
+    )
 
 
 def enumerate_space(space: Space, board: Board, counts: Counts, report: Callable[[Progress], None]) -> None:
@@ -226,14 +230,20 @@ def _nothing(space: Space, counts: Counts) -> Exception:
         )
     if counts.covered:
         rules = ", ".join(f"{name} {n}" for name, n in counts.illegal.most_common(4))
-        return NoPlanError(f"none of {counts.covered} strategies is legal on {space.backend.name} ({rules}). Loosen the pins or change the cluster.")
+        return NoPlanError(
+            f"none of {counts.covered} strategies is legal on {space.backend.name} ({rules}). Loosen the pins or change the cluster."
+        )
     return UsageError(_contradiction(space))
 
 
 def _contradiction(space: Space) -> str:
     """Why the pins leave no strategy at all: no degrees that fill the cluster, or no batch split."""
     job, values = space.job, space.pins.values
-    degrees = {name: values[name] for name in ("tp", "pp", "cp", "dp_replicate", "dp_shard", "micro_batch_size", "grad_accum") if name in values}
+    degrees = {
+        name: values[name]
+        for name in ("tp", "pp", "cp", "dp_replicate", "dp_shard", "micro_batch_size", "grad_accum")
+        if name in values
+    }
     stated = ", ".join(f"{name} in {list(v)}" for name, v in degrees.items()) or "the space"
     return (
         f"{stated} leaves no strategy: tp*pp*cp*dp must be {job.cluster.num_gpus} ({job.cluster.name}) and "

@@ -135,11 +135,30 @@ class Space:
         columns = np.array(rows, dtype=np.int64).reshape(-1, len(COARSE) + 1)
         return {name: columns[:, i] for i, name in enumerate((*COARSE, "grad_accum"))}
 
-    def _shapes(self, pp: int, schedule: str, vpp: int, grad_accum: int, coarse: dict[str, np.ndarray]) -> Iterator[Group]:
+    def _shapes(
+        self, pp: int, schedule: str, vpp: int, grad_accum: int, coarse: dict[str, np.ndarray]
+    ) -> Iterator[Group]:
         for stage_layers in self.options("stage_layers", (None,)):
             for sharding, reshard, prefetch in self._sharding():
                 for recompute, layers in self._recompute(pp * vpp):
-                    shape = dict(zip(SHAPE_FIELDS, (schedule, pp, vpp, stage_layers, grad_accum, sharding, reshard, prefetch, recompute, layers), strict=True))
+                    shape = dict(
+                        zip(
+                            SHAPE_FIELDS,
+                            (
+                                schedule,
+                                pp,
+                                vpp,
+                                stage_layers,
+                                grad_accum,
+                                sharding,
+                                reshard,
+                                prefetch,
+                                recompute,
+                                layers,
+                            ),
+                            strict=True,
+                        )
+                    )
                     table = self._rows(shape, coarse)
                     if table.size:
                         yield Group(table)
@@ -149,7 +168,11 @@ class Space:
             whole = sharding == "parameters"
             for reshard in self.options("reshard_after_forward", (False, True) if whole else (False,)):
                 for prefetch in self.options("prefetch_units", (1, 2) if whole else (1,)):
-                    if whole or (not reshard and prefetch == 1) or {"reshard_after_forward", "prefetch_units"} & set(self.pins.values):
+                    if (
+                        whole
+                        or (not reshard and prefetch == 1)
+                        or {"reshard_after_forward", "prefetch_units"} & set(self.pins.values)
+                    ):
                         yield sharding, reshard, prefetch
 
     def _recompute(self, stages: int) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -57,7 +57,7 @@ def _heads_reason(job: Job, s: Strategy) -> str:
 
 
 def kv_heads(replicate: bool) -> Rule:
-    """tp divides the key-value heads; with ``replicate`` a multiple of them also runs, each head on several ranks."""
+    """Tp divides the key-value heads; with ``replicate`` a multiple of them also runs, each head on several ranks."""
 
     def holds(job: Job, t: StrategyTable) -> Mask:
         kv = job.model.num_kv_heads

@@ -1,0 +1,206 @@
+"""The Optuna side of a search: the record that resumes and opens in optuna-dashboard, and the sampling engine.
+
+A trial proposes coarse knobs as integers, which are decoded to degrees that multiply to the cluster; every fine knob is
+solved inside the trial by pricing all of its values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainplan.costmodel.backends.rules import divisors
+from trainplan.costmodel.errors import UsageError
+from trainplan.planner.space import MAX_MICRO_BATCH, Pins, Space
+
+if TYPE_CHECKING:
+    import optuna
+
+    from trainplan.planner.search import Board, Candidate, Counts, Progress
+
+NAME = "trainplan"
+COARSE = ("tp", "pp", "cp", "micro_batch_size")
+SEEDS: tuple[tuple[int, int, int, int], ...] = (
+    (1, 1, 1, 1),
+    (1, 1, 1, 4),
+    (2, 1, 1, 1),
+    (4, 1, 1, 1),
+    (8, 1, 1, 1),
+    (8, 2, 1, 1),
+    (8, 4, 1, 1),
+    (8, 8, 1, 1),
+)
+"""(tp, pp, cp, micro-batch) that people start from: data parallel alone, then tensor parallel in a node, then a pipeline."""
+
+
+def sample(
+    space: Space,
+    board: Board,
+    counts: Counts,
+    *,
+    trials: int,
+    seed: int,
+    path: Path | None,
+    report: Callable[[Progress], None],
+) -> None:
+    """Fill the board by ``trials`` trials of TPE over the coarse knobs, the usual starting points first.
+
+    Raises:
+        UsageError: The study file belongs to another job, or can't be read.
+    """
+    import optuna
+
+    from trainplan.planner.search import Progress
+
+    study = _open(space, path, seed)
+    for start in SEEDS if not study.trials else ():
+        study.enqueue_trial(dict(zip(COARSE, start, strict=True)), skip_if_exists=True)
+    solved: dict[tuple[int, ...], float | None] = {}
+
+    def objective(trial: optuna.Trial) -> float:
+        degrees = decode(
+            space, {name: trial.suggest_int(name, 1, high, log=True) for name, high in _ranges(space).items()}
+        )
+        key = tuple(degrees.values())
+        if key not in solved:
+            solved[key] = _solve(space, degrees, board, counts)
+        step_s = solved[key]
+        trial.set_user_attr("degrees", degrees)
+        report(Progress("sampling", trial.number + 1, trials, board.best_s))
+        if step_s is None:
+            raise optuna.TrialPruned("nothing legal fits with these degrees")
+        return step_s
+
+    study.optimize(objective, n_trials=trials)
+    _note_best(study, board.candidates)
+
+
+def save_candidates(space: Space, candidates: list[Candidate], path: Path) -> None:
+    """Add the best strategies of an enumeration to the study at ``path``, each as a finished trial."""
+    import optuna
+
+    study = _open(space, path, seed=0)
+    known = {trial.user_attrs.get("strategy") for trial in study.trials}
+    distributions: dict[str, Any] = {
+        name: optuna.distributions.IntDistribution(1, high, log=True) for name, high in _ranges(space).items()
+    }
+    new = [
+        optuna.trial.create_trial(
+            params={name: getattr(c.strategy, name) for name in COARSE},
+            distributions=distributions,
+            value=c.step_s,
+            user_attrs={"strategy": c.strategy.model_dump_json(), "device_bytes": c.device_bytes},
+        )
+        for c in candidates
+        if c.strategy.model_dump_json() not in known
+        and all(getattr(c.strategy, name) <= high for name, high in _ranges(space).items())
+    ]
+    study.add_trials(new)
+    _note_best(study, candidates)
+
+
+def decode(space: Space, proposed: dict[str, int]) -> dict[str, int]:
+    """The legal degrees nearest below a proposal: each the largest that divides what the ones before it leave."""
+    left = space.job.cluster.num_gpus
+    degrees: dict[str, int] = {}
+    for name in ("tp", "pp", "cp"):
+        degrees[name] = max(d for d in divisors(left) if d <= proposed[name])
+        left //= degrees[name]
+    degrees["micro_batch_size"] = max(
+        d for d in divisors(space.job.workload.global_batch_size) if d <= proposed["micro_batch_size"]
+    )
+    return degrees
+
+
+def _ranges(space: Space) -> dict[str, int]:
+    """The largest value of each coarse knob; fixed for a job, so that a study can be resumed."""
+    gpus = space.job.cluster.num_gpus
+    most = min(MAX_MICRO_BATCH, space.job.workload.global_batch_size)
+    return {"tp": gpus, "pp": gpus, "cp": gpus, "micro_batch_size": most}
+
+
+def _solve(space: Space, degrees: dict[str, int], board: Board, counts: Counts) -> float | None:
+    """The best step time with these degrees over all fine knobs; None if nothing is legal and fits."""
+    from trainplan.planner.search import Board as FreshBoard
+    from trainplan.planner.search import enumerate_space
+
+    pinned = dict(space.pins.values)
+    for name, value in degrees.items():
+        if value not in pinned.get(name, (value,)):
+            return None
+        pinned[name] = (value,)
+    inner = Space(space.job, space.backend, Pins(**{**space.pins.model_dump(), "values": pinned}))
+    own = FreshBoard(board.top)
+    enumerate_space(inner, own, counts, lambda progress: None)
+    for candidate in own.candidates:
+        if candidate not in board.candidates:
+            board.add(candidate)
+    return own.best_s
+
+
+def _open(space: Space, path: Path | None, seed: int) -> optuna.Study:
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    storage = None
+    if path is not None:
+        repair(path)
+        storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(path)))
+    sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=len(SEEDS) + 8)
+    try:
+        study = optuna.create_study(
+            storage=storage, sampler=sampler, study_name=NAME, load_if_exists=True, direction="minimize"
+        )
+    except Exception as exc:  # a journal of something else can fail anywhere inside optuna
+        raise UsageError(
+            f"{path}: not a usable study ({type(exc).__name__}: {exc}). Give another --study file."
+        ) from None
+    identity = job_hash(space)
+    if study.user_attrs.get("job", identity) != identity:
+        raise UsageError(
+            f"{path}: this study is of another model, cluster, workload or backend. Give another --study file."
+        )
+    if "job" not in study.user_attrs:
+        study.set_user_attr("job", identity)
+    return study
+
+
+def job_hash(space: Space) -> str:
+    """What a study belongs to: model, cluster, workload and backend."""
+    job = space.job
+    text = "\n".join(
+        (job.model.model_dump_json(), job.cluster.model_dump_json(), job.workload.model_dump_json(), space.backend.name)
+    )
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def repair(path: Path) -> None:
+    """Cut a journal back to its last whole line: a writer that was killed leaves a torn one, which poisons the file.
+
+    The bytes cut off stay beside it in ``<name>.torn``.
+    """
+    if not path.exists():
+        return
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    if whole == len(data):
+        return
+    torn = path.with_name(path.name + ".torn")
+    torn.write_bytes(data[whole:])
+    fresh = path.with_name(path.name + ".repaired")
+    shutil.copyfile(path, fresh)
+    with fresh.open("r+b") as file:
+        file.truncate(whole)
+        os.fsync(file.fileno())
+    os.replace(fresh, path)
+
+
+def _note_best(study: optuna.Study, candidates: list[Candidate]) -> None:
+    if candidates:
+        best = candidates[0]
+        study.set_user_attr("best_strategy", best.strategy.model_dump_json())
+        study.set_user_attr("best_step_s", best.step_s)
