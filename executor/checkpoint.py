@@ -217,7 +217,8 @@ def load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimi
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             dcp.load(state, storage_reader=reader)
-    except (dcp.CheckpointException, OSError, RuntimeError, ValueError, EOFError) as error:
+    # CheckpointException is no Exception, and what a damaged pickle raises has no narrower base.
+    except (dcp.CheckpointException, Exception) as error:
         raise UsageError(
             f"the checkpoint {checkpoint.path} cannot be read ({_reason(error)}). "
             f"Remove this folder; --resume then takes the one before it."

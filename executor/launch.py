@@ -59,15 +59,14 @@ def run_plan(plan_path: Path, options: RunOptions, *, debug: bool = False) -> in
         shutil.copyfile(plan_path, output / "plan.yaml")
         write_json(output / "options.json", options.model_dump(mode="json"))
     ranks = plan.strategy.world_size
-    command = [
-        *(sys.executable, "-P", "-m", "torch.distributed.run"),
-        *("--nnodes=1", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"),
-        *("--local-addr=localhost", "--max-restarts=0", "-m", "trainplan.executor.worker"),
+    command = torchrun(
+        ranks,
+        *("-m", "trainplan.executor.worker"),
         *("--plan", str(output / "plan.yaml"), "--options", str(output / "options.json")),
-    ]
+    )
     with (output / LOG_FILE).open("ab") as log:
         # A session of its own: Ctrl-C on the terminal reaches only this process, which passes it on as a request.
-        process = subprocess.Popen(command, env=_environment(ranks), stderr=log, start_new_session=True)
+        process = subprocess.Popen(command, env=environment(ranks), stderr=log, start_new_session=True)
         with _signals_passed_on(process, output):
             code = process.wait()
     return _outcome(code, output, debug)
@@ -90,7 +89,20 @@ def _make(output: Path) -> None:
         ) from None
 
 
-def _environment(ranks: int) -> Mapping[str, str]:
+def torchrun(ranks: int, *target: str) -> list[str]:
+    """The command that starts ``target`` on so many ranks of this machine, meeting at a port that is free.
+
+    ``-P`` keeps the working directory off the path of imports: a folder there may share a package's name.
+    """
+    return [
+        *(sys.executable, "-P", "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}"),
+        *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--local-addr=localhost", "--max-restarts=0"),
+        *target,
+    ]
+
+
+def environment(ranks: int) -> Mapping[str, str]:
+    """The environment of ``ranks`` processes: each gets an equal part of the cores unless OMP_NUM_THREADS is set."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     defaults = {"OMP_NUM_THREADS": str(max(1, cores // ranks))}
     forced = {"PYTHONSAFEPATH": "1", LAUNCHER_PID: str(os.getpid())}

@@ -11,9 +11,9 @@ import json
 import os
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -31,7 +31,7 @@ from trainplan.executor.tokens import ProgressLine, TokenSource, build_cache, op
 from trainplan.executor.train import Job, train
 
 TOKENS_FOLDER = "tokens"
-_TOKENIZE_LIMIT = timedelta(days=7)  # how long ranks wait for the one that tokenizes; it reports progress meanwhile
+_POLL_S = 0.1  # between two looks at whether the one rank that tokenizes is done
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -161,11 +161,13 @@ def tokenize_once(options: RunOptions, store: dist.Store, check: Callable[[], No
     Args:
         options: Name the data and the tokenizer.
         store: Rank 0 tells the others through it.
-        check: Called often while tokenizing; raises to stop.
+        check: Called often meanwhile; raises to stop.
     """
     key = "trainplan/token-cache"
     if _rank() != 0:
-        store.wait([key], _TOKENIZE_LIMIT)
+        while not store.check([key]):  # a wait inside the store could not be stopped
+            check()
+            time.sleep(_POLL_S)
         return Path(store.get(key).decode())
     bar = ProgressLine(f"tokenizing {options.data.name}")
 

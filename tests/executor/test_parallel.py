@@ -96,7 +96,7 @@ def train_ranks(
             "cases": cases,
         }
         (output / "job.json").write_text(json.dumps(job))
-        tiny.run_ranks(ranks, SCRIPT, str(output / "job.json"), timeout_s=1500)
+        tiny.run_ranks(ranks, SCRIPT, str(output / "job.json"), timeout_s=550)
         return output
 
     return launch
@@ -263,13 +263,15 @@ def test_an_export_of_sharded_training_is_that_of_one_process(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("ranks", "part"), [(2, 0), (2, 1), *((4, part) for part in range(5))])
 def test_the_whole_product_of_layouts_and_knobs_equals_one_process(
-    ranks: int, train_ranks: Callable[[int, Sequence[Case]], Path], alone: Callable[..., list[float]]
+    ranks: int, part: int, train_ranks: Callable[[int, Sequence[Case]], Path], alone: Callable[..., list[float]]
 ) -> None:
+    """In parts, so that none takes the ten minutes after which a test counts as hanging."""
     cases = all_cases(ranks)
-    assert len(cases) == len({name for name, _, _ in cases}) >= 24 * 5
-    check_parity(train_ranks(ranks, cases), cases, alone)
+    assert len(cases) == len({name for name, _, _ in cases}) == {2: (5 + 2) * 24, 4: (9 + 4) * 24}[ranks]
+    mine = cases[part :: 2 if ranks == 2 else 5]
+    check_parity(train_ranks(ranks, mine), mine, alone)
 
 
 @pytest.mark.slow
