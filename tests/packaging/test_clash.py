@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from trainplan.executor.launch import environment, torchrun
 
 if TYPE_CHECKING:
     from tests.packaging.conftest import Environment
@@ -29,16 +29,17 @@ import trainplan.costmodel.model, trainplan.executor, trainplan.kernels, trainpl
 for name in ("planner", "costmodel", "executor", "kernels", "profiles"):
     if spec := find_spec(name):
         print(name, spec.origin)
+print("done")
 """
 
 
-def add_strangers(environment: Environment) -> None:
+def add_strangers(fresh: Environment) -> None:
     """Installs another distribution that owns all five names."""
     for folder in FOLDERS:
-        package = environment.site_packages / folder
+        package = fresh.site_packages / folder
         package.mkdir()
         (package / "__init__.py").write_text("owner = 'a stranger'\n")
-    info = environment.site_packages / "stranger-1.0.dist-info"
+    info = fresh.site_packages / "stranger-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stranger\nVersion: 1.0\n")
 
@@ -47,32 +48,38 @@ def add_strangers(environment: Environment) -> None:
 def test_installed_beside_strangers_of_the_same_names(
     editable: bool, borrowing_environment: Environment, wheel: Path, copy_tree: Callable[[], Path], tmp_path: Path
 ) -> None:
-    environment = borrowing_environment
-    add_strangers(environment)
+    fresh = borrowing_environment
+    add_strangers(fresh)
     source = ("--no-build-isolation", "--editable", copy_tree()) if editable else (wheel,)
-    environment.install("--quiet", "--no-deps", "--ignore-installed", *source)
+    fresh.install("--quiet", "--no-deps", "--ignore-installed", *source)
     code = (
         "import importlib\n"
         f"for name in {FOLDERS!r}:\n"
         "    theirs, ours = importlib.import_module(name), importlib.import_module('trainplan.' + name)\n"
         "    print(theirs.owner, ours.__name__, hasattr(ours, 'owner'))"
     )
-    printed = environment.run_ok("python", "-c", code, cwd=tmp_path).splitlines()
+    printed = fresh.run_ok("python", "-c", code, cwd=tmp_path).splitlines()
     assert printed == [f"a stranger trainplan.{folder} False" for folder in FOLDERS]
 
 
-def test_a_worker_in_the_repository_sees_no_bare_folder() -> None:
-    """Hugging Face transformers imports a package called kernels if it finds one: it must not find our folder."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+def test_a_worker_in_the_repository_sees_no_bare_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hugging Face transformers imports a package called kernels if it finds one: it must not find our folder.
+
+    The worker is started as those of a run are: by our launcher, as a module, which Python looks for in the working
+    directory first unless told to be safe.
+    """
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)  # the launcher sets it, whoever starts the launcher
+    (tmp_path / "worker_of_this_test.py").write_text(USE_TRANSFORMERS)
     done = subprocess.run(
-        [sys.executable, "-c", USE_TRANSFORMERS],  # -c looks in the working directory, unless told to be safe
+        torchrun(1, "-m", "worker_of_this_test"),
         cwd=REPOSITORY,
-        env={**clean, "PYTHONSAFEPATH": "1"},
+        env={**environment(1), "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    assert "done" in done.stdout
     assert [
         line for line in done.stdout.splitlines() if str(REPOSITORY) in line
     ] == []  # an installed stranger may be there
@@ -81,14 +88,15 @@ def test_a_worker_in_the_repository_sees_no_bare_folder() -> None:
 @pytest.mark.slow
 def test_beside_the_kernels_package_of_hugging_face(borrowing_environment: Environment, wheel: Path) -> None:
     """The real one, from the package index: whoever says kernels gets theirs, trainplan.kernels is ours."""
-    environment = borrowing_environment
-    environment.install("--quiet", "--no-deps", "--ignore-installed", wheel)
-    environment.install("--quiet", "kernels")
+    fresh = borrowing_environment
+    fresh.install("--quiet", "--no-deps", "--ignore-installed", wheel)
+    fresh.install("--quiet", "kernels")
     # Imported by name, as transformers does only for the releases of it that it knows.
     code = "import kernels\n" + USE_TRANSFORMERS + "print('trainplan.kernels', trainplan.kernels.__file__)\n"
-    printed = environment.run_ok("python", "-c", code, cwd=REPOSITORY, env={"PYTHONSAFEPATH": "1"})
-    site = environment.site_packages
-    assert dict(line.split(maxsplit=1) for line in printed.splitlines()) == {
-        "kernels": str(site / "kernels" / "__init__.py"),
-        "trainplan.kernels": str(site / "trainplan" / "kernels" / "__init__.py"),
-    }
+    printed = fresh.run_ok("python", "-c", code, cwd=REPOSITORY, env={"PYTHONSAFEPATH": "1"})
+    site = fresh.site_packages
+    assert printed.splitlines() == [
+        f"kernels {site / 'kernels' / '__init__.py'}",
+        "done",
+        f"trainplan.kernels {site / 'trainplan' / 'kernels' / '__init__.py'}",
+    ]
