@@ -1,0 +1,285 @@
+"""`planner tune`: from a model, a cluster and a workload to the best plan."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainplan.planner.commands.complete import backend_names, cluster_names, model_names
+from trainplan.planner.commands.output import provenance
+
+if TYPE_CHECKING:
+    from trainplan.costmodel.job import Job
+    from trainplan.costmodel.plan import Plan
+    from trainplan.costmodel.workload import Workload
+    from trainplan.planner.search import Pins, Result
+
+EXAMPLES = (
+    "planner tune Qwen/Qwen3-8B --cluster 8xH100 --seq-len 4096 --global-batch-size 256",
+    "planner tune ./my-model --cluster local --seq-len 1024 --global-batch-size 32 --sharding parameters",
+    "planner tune Qwen/Qwen3-32B --cluster 4x8xH200 --seq-len 8192 --global-batch-size 512 "
+    "--backend megatron --tp 4,8 --pp 1,2 --json",
+)
+
+
+def tune(
+    context: typer.Context,
+    model: Annotated[
+        str,
+        typer.Argument(autocompletion=model_names, help="config.json, model folder, or known name."),
+    ],
+    cluster: Annotated[
+        str, typer.Option(autocompletion=cluster_names, help="8xH100, 4x8xH200, dgx-h100:16, a YAML file, or local.")
+    ],
+    seq_len: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")],
+    global_batch_size: Annotated[int, typer.Option(min=1, help="Sequences per optimizer step.")],
+    backend: Annotated[
+        str,
+        typer.Option(autocompletion=backend_names, help="native, megatron, torchtitan, deepspeed or accelerate."),
+    ] = "native",
+    precision: Annotated[str, typer.Option(help="Arithmetic of the job: bf16, fp32 or fp8.")] = "bf16",
+    lengths: Annotated[
+        str | None,
+        typer.Option(help="Document lengths and their shares: 512:0.5,4096:0.5, or a .json file of the same."),
+    ] = None,
+    no_packing: Annotated[bool, typer.Option("--no-packing", help="One document per sequence, padded.")] = False,
+    train_tokens: Annotated[str | None, typer.Option(help="Tokens of the whole job, as in 20B.")] = None,
+    lora_rank: Annotated[int | None, typer.Option(min=1, help="Train adapters of this rank only.")] = None,
+    lora_alpha: Annotated[float | None, typer.Option(min=0, help="Their scale; twice the rank if left out.")] = None,
+    lora_modules: Annotated[
+        str | None, typer.Option(help="Projections with adapters, as in q_proj,v_proj; all if left out.")
+    ] = None,
+    tp: Annotated[str | None, typer.Option(help="Tensor parallel degrees.")] = None,
+    sp: Annotated[str | None, typer.Option(help="Sequence parallel norms: true, false.")] = None,
+    pp: Annotated[str | None, typer.Option(help="Pipeline stages.")] = None,
+    vpp: Annotated[str | None, typer.Option(help="Model chunks per pipeline rank.")] = None,
+    schedule: Annotated[str | None, typer.Option(help="gpipe, 1f1b, interleaved, zero-bubble, zbv, dualpipev.")] = None,
+    stage_layers: Annotated[str | None, typer.Option(help="Layers of each stage, as in 20+16.")] = None,
+    dp_replicate: Annotated[str | None, typer.Option(help="Replicas of the sharded group.")] = None,
+    dp_shard: Annotated[str | None, typer.Option(help="Ranks that sharding splits over.")] = None,
+    sharding: Annotated[str | None, typer.Option(help="none, optimizer, gradients, parameters (ZeRO 0 to 3).")] = None,
+    reshard_after_forward: Annotated[str | None, typer.Option(help="Free gathered parameters: true, false.")] = None,
+    cp: Annotated[str | None, typer.Option(help="Context parallel degrees.")] = None,
+    cp_method: Annotated[str | None, typer.Option(help="ring, ulysses.")] = None,
+    ep: Annotated[str | None, typer.Option(help="Expert parallel degrees.")] = None,
+    etp: Annotated[str | None, typer.Option(help="Tensor parallel degrees of the experts.")] = None,
+    rank_order: Annotated[str | None, typer.Option(help="tp-cp-dp-pp, tp-cp-pp-dp.")] = None,
+    micro_batch_size: Annotated[str | None, typer.Option(help="Sequences per micro-batch and rank.")] = None,
+    grad_accum: Annotated[str | None, typer.Option(help="Micro-batches per optimizer step.")] = None,
+    recompute: Annotated[str | None, typer.Option(help="none, selective, full.")] = None,
+    optimizer_offload: Annotated[str | None, typer.Option(help="Optimizer state in host memory: true, false.")] = None,
+    loss_chunk: Annotated[str | None, typer.Option(help="Tokens whose logits exist at a time; 0 = all.")] = None,
+    reduce_dtype: Annotated[str | None, typer.Option(help="Gradient reduction: fp32, bf16, int8.")] = None,
+    compile: Annotated[str | None, typer.Option(help="torch.compile: true, false.")] = None,
+    attention: Annotated[str | None, typer.Option(help="sdpa, flash, cudnn, eager.")] = None,
+    assign: Annotated[
+        list[str] | None, typer.Option("--set", help="Any other knob of a plan, as in --set prefetch_units=2.")
+    ] = None,
+    max_micro_batch: Annotated[int | None, typer.Option(min=1, help="Largest micro-batch to consider.")] = None,
+    no_recompute: Annotated[bool, typer.Option("--no-recompute", help="Keep all activations.")] = False,
+    allow: Annotated[
+        str, typer.Option(help="Numerics beyond summation order: rounding (bf16 reduction), lossy (int8, fp8).")
+    ] = "",
+    memory_limit: Annotated[str | None, typer.Option(help="Memory per device, as in 70GiB; all if left out.")] = None,
+    engine: Annotated[str, typer.Option(help="enumerate (prices all, proves its answer) or optuna.")] = "enumerate",
+    trials: Annotated[int, typer.Option(min=1, help="Trials of the optuna engine.")] = 200,
+    study: Annotated[Path | None, typer.Option(help="Optuna journal to keep and resume.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the optuna engine.")] = 0,
+    top: Annotated[int, typer.Option(min=1, help="Plans to list.")] = 10,
+    output: Annotated[Path, typer.Option("-o", "--output", help="Plan file to write.")] = Path("plan.yaml"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+) -> None:
+    """Find the fastest way to train a model; write it as a plan.
+
+    Every legal strategy within the options is priced, and the fastest that fits in memory wins. Knobs that are left out
+    are free; one that is given may have several values to choose from: --tp 1,2,4.
+    """
+    from trainplan.costmodel.cluster_config import load_cluster
+    from trainplan.costmodel.job import Job
+    from trainplan.costmodel.model_config import load_model
+    from trainplan.planner.arguments import check_values, choice, pinned
+    from trainplan.planner.commands.output import check_plan_target
+
+    options = {
+        "tp": tp, "sp": sp, "pp": pp, "vpp": vpp, "schedule": schedule, "stage_layers": stage_layers,
+        "dp_replicate": dp_replicate, "dp_shard": dp_shard, "sharding": sharding,
+        "reshard_after_forward": reshard_after_forward, "cp": cp, "cp_method": cp_method, "ep": ep, "etp": etp,
+        "rank_order": rank_order, "micro_batch_size": micro_batch_size, "grad_accum": grad_accum,
+        "recompute": recompute, "optimizer_offload": optimizer_offload, "loss_chunk": loss_chunk,
+        "reduce_dtype": reduce_dtype, "compile": compile, "attention": attention,
+        "packing": "false" if no_packing else None,
+    }  # fmt: skip
+    choice(engine, "--engine", ("enumerate", "optuna"))
+    check_plan_target(output)
+    workload = _workload(seq_len, global_batch_size, precision, lengths, train_tokens, lora)
+    values = pinned(options, assign or ())
+    check_values(backend, values)
+    pins = _pins(values, max_micro_batch, allow, memory_limit, no_recompute)
+    job = Job(load_model(model), load_cluster(cluster), workload)
+    _note_positions(job)
+    result = _search(job, backend, pins, engine, trials, seed, study, top)
+    plan = _plan(job, backend, result, context)
+    plan.save(output)
+    limit_bytes = pins.memory_limit_bytes or plan.estimate.memory_limit_bytes
+    if as_json:
+        _print_json(plan, result, output)
+    else:
+        _print(plan, result, output, limit_bytes)
+
+
+def _workload(
+    seq_len: int,
+    global_batch_size: int,
+    precision: str,
+    lengths: str | None,
+    train_tokens: str | None,
+    lora: tuple[int | None, float | None, str | None],
+) -> Workload:
+    from typing import get_args
+
+    from trainplan.costmodel.errors import UsageError
+    from trainplan.costmodel.hardware import Precision
+    from trainplan.costmodel.workload import Lora, Workload
+    from trainplan.planner import arguments
+
+    rank, alpha, modules = lora
+    if rank is None and (alpha is not None or modules is not None):
+        raise UsageError("--lora-alpha and --lora-modules describe adapters, but --lora-rank is missing. Give it.")
+    arguments.choice(precision, "--precision", get_args(Precision))
+    adapters = None
+    if rank is not None:
+        named = {} if modules is None else {"target_modules": tuple(word.strip() for word in modules.split(","))}
+        adapters = arguments.validated(Lora, {"rank": rank, "alpha": 2.0 * rank if alpha is None else alpha, **named})
+    return arguments.validated(
+        Workload,
+        {
+            "seq_len": seq_len,
+            "global_batch_size": global_batch_size,
+            "precision": precision,
+            "length_histogram": () if lengths is None else arguments.lengths(lengths),
+            "train_tokens": None if train_tokens is None else arguments.count_of(train_tokens, "--train-tokens"),
+            "lora": adapters,
+        },
+    )
+
+
+def _pins(
+    values: dict[str, tuple[object, ...]],
+    max_micro_batch: int | None,
+    allow: str,
+    memory_limit: str | None,
+    no_recompute: bool,
+) -> Pins:
+    from trainplan.planner.arguments import bytes_of, choice
+    from trainplan.planner.search import Pins
+
+    classes = frozenset(word.strip() for word in allow.split(",") if word.strip())
+    for word in sorted(classes):
+        choice(word, "--allow", ("rounding", "lossy"))
+    return Pins(
+        values=values,
+        max_micro_batch=max_micro_batch,
+        allow=classes,
+        memory_limit_bytes=None if memory_limit is None else bytes_of(memory_limit, "--memory-limit"),
+        no_recompute=no_recompute,
+    )
+
+
+def _note_positions(job: Job) -> None:
+    if job.workload.seq_len > job.model.max_position_embeddings:
+        print(
+            f"note: seq_len {job.workload.seq_len} is more than the {job.model.max_position_embeddings} positions that "
+            f"{job.model.name} was made for: it needs rope scaling to train well.",
+            file=sys.stderr,
+        )
+
+
+def _search(
+    job: Job, backend: str, pins: Pins, engine: str, trials: int, seed: int, study: Path | None, top: int
+) -> Result:
+    from trainplan.planner import search
+    from trainplan.planner.interrupt import Interrupted
+    from trainplan.planner.render.progress import shown
+
+    try:
+        with shown() as report:
+            return search.tune(
+                job,
+                backend,
+                pins,
+                engine="optuna" if engine == "optuna" else "enumerate",
+                trials=trials,
+                seed=seed,
+                study_path=study,
+                top=top,
+                on_progress=report,
+            )
+    except KeyboardInterrupt:
+        kept = study is not None and engine == "optuna"
+        raise Interrupted(
+            f"interrupted; the study so far is in {study}. Run the same command again to continue it."
+            if kept
+            else "interrupted; no plan was written. Keep what a search has tried with --engine optuna --study FILE."
+        ) from None
+
+
+def _plan(job: Job, backend: str, result: Result, context: typer.Context) -> Plan:
+    from trainplan.costmodel.plan import Plan
+
+    return Plan(
+        model=job.model,
+        cluster=job.cluster,
+        workload=job.workload,
+        backend=backend,
+        strategy=result.candidates[0].strategy,
+        estimate=result.estimate,
+        provenance=provenance(context, result.record),
+    )
+
+
+def _print_json(plan: Plan, result: Result, output: Path) -> None:
+    from trainplan.planner.commands.output import plan_document, print_json
+
+    print_json(
+        {
+            "plan": plan_document(plan),
+            "candidates": [
+                {
+                    "predicted_step_s": candidate.step_s,
+                    "device_bytes": candidate.device_bytes,
+                    "strategy": candidate.strategy.model_dump(mode="json"),
+                }
+                for candidate in result.candidates
+            ],
+            "search": result.record.model_dump(mode="json"),
+            "plan_file": str(output),
+        }
+    )
+
+
+def _print(plan: Plan, result: Result, output: Path, limit_bytes: float) -> None:
+    from trainplan.planner.render import plan as screen
+    from trainplan.planner.render.console import console, line
+
+    to = console()
+    screen.print_job(to, plan)
+    screen.print_strategy(to, plan.strategy)
+    screen.print_estimate(to, plan, limit_bytes)
+    screen.print_breakdown(to, plan.estimate)
+    screen.print_memory(to, plan.estimate, limit_bytes)
+    screen.print_rivals(to, result.candidates)
+    screen.print_search(to, result.record)
+    to.print()
+    line(to, f"Plan {plan.plan_hash} written to {output}")
+    if plan.backend == "native" and plan.cluster.num_nodes == 1:
+        line(to, f"Run it:     {run_command(output)}")
+    line(to, f"Explain it: planner explain {shlex.quote(str(output))}")
+
+
+def run_command(plan_file: Path) -> str:
+    """The command that trains a plan, with placeholders for what the plan does not know."""
+    return f"planner run {shlex.quote(str(plan_file))} --model-dir DIR --data FILE.jsonl --output DIR --steps N"

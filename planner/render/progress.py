@@ -1,0 +1,72 @@
+"""Where is the search? A bar on a terminal, a line now and then elsewhere; always on standard error."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import IO, TYPE_CHECKING
+
+from trainplan.planner.render.console import console, is_plain
+from trainplan.planner.render.format import seconds, whole
+
+if TYPE_CHECKING:
+    from trainplan.planner.search import Progress
+
+LINE_EVERY_S = 2.0
+"""Between two lines of one phase: a log of a minute stays readable."""
+
+
+def describe(progress: Progress) -> str:
+    """``simulating 1,200 of 48,000 strategies, best step 9.82 s``."""
+    of = f" of {whole(progress.total)}" if progress.total else ""
+    best = "" if progress.best_step_s is None else f", best step {seconds(progress.best_step_s)}"
+    return f"{progress.phase} {whole(progress.priced)}{of} strategies{best}"
+
+
+class Lines:
+    """Writes a line when a phase starts, and then at most one every `LINE_EVERY_S`."""
+
+    def __init__(self, stream: IO[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream, self._clock = stream, clock
+        self._phase, self._next_s = "", 0.0
+
+    def __call__(self, progress: Progress) -> None:
+        """Shows where the search is, if it is time to."""
+        now = self._clock()
+        if progress.phase == self._phase and now < self._next_s:
+            return
+        self._phase, self._next_s = progress.phase, now + LINE_EVERY_S
+        print(describe(progress), file=self._stream, flush=True)
+
+
+@contextmanager
+def shown(stream: IO[str] | None = None) -> Iterator[Callable[[Progress], None]]:
+    """What to call with the progress of a search, for as long as the context lasts; a bar leaves nothing behind."""
+    stream = sys.stderr if stream is None else stream
+    if is_plain(stream):
+        yield Lines(stream)
+        return
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Bars(*columns, console=console(stream), transient=True) as bars:
+        task = bars.add_task("starting", total=None)
+
+        def show(progress: Progress) -> None:
+            bars.update(task, description=describe(progress), completed=progress.priced, total=progress.total or None)
+
+        yield show
+
+
+@contextmanager
+def said(stream: IO[str] | None = None) -> Iterator[Callable[[str], None]]:
+    """What to call with a sentence on what is being done: one changing line on a terminal, a line each elsewhere."""
+    stream = sys.stderr if stream is None else stream
+    if is_plain(stream):
+        yield lambda text: print(text, file=stream, flush=True)
+        return
+    with console(stream).status("starting") as status:
+        yield lambda text: status.update(text)
