@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from trainplan.costmodel.errors import MachineMismatchError
 from trainplan.costmodel.strategy import Strategy
 from trainplan.executor.compat import fsdp_unit
-from trainplan.executor.data import StepData
+from trainplan.executor.data import StepData, StepShare
 from trainplan.executor.decoder import CausalLm
 from trainplan.executor.files import write_json
 from trainplan.executor.parallel import DTYPES, SyncPolicy, needs_fsdp, recomputed_layers
@@ -23,9 +23,14 @@ FILE = "applied.json"
 
 
 def observed(
-    model: CausalLm, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, policy: SyncPolicy, data: StepData
+    model: CausalLm,
+    optimizer: torch.optim.Optimizer,
+    mesh: DeviceMesh,
+    policy: SyncPolicy,
+    data: StepData,
+    share: StepShare,
 ) -> dict[str, Any]:
-    """What the running objects are, as plain JSON values."""
+    """What the running objects are, as plain JSON values; ``share`` is this rank's part of any step."""
     blocks = model.blocks
     units = {name or "root": fsdp_unit(m) for name, m in model.named_modules() if isinstance(m, FSDPModule)}
     block_units = [unit for name, unit in units.items() if name != "root"]
@@ -54,7 +59,8 @@ def observed(
         "attention": sorted({type(block.self_attn.sdpa).__name__.lower() for block in blocks}),
         "optimizer": type(optimizer).__name__.lower(),
         "optimizer_parameters": sum(p.numel() for group in optimizer.param_groups for p in group["params"]),
-        "seq_len": data.seq_len,
+        "micro_batches": [list(batch.input_ids.shape) for batch in share.micro_batches],
+        "packing": data.packing,
         "global_batch_size": data.global_batch_size,
     }
 
@@ -64,7 +70,6 @@ def expected(model: CausalLm, strategy: Strategy, device_type: str, seq_len: int
     spec = model.spec
     layers = [f"model.layers.{i}" for i in range(spec.num_layers)]
     sharded = needs_fsdp(strategy)
-    master = "fp32"
     names = len(list(model.parameters()))
     mesh_layout = (["replicate"] if strategy.dp_replicate > 1 else []) + ["shard(0)"]
     prefetch = min(strategy.prefetch_units, spec.num_layers - 1) if sharded and strategy.prefetch_units > 1 else 0
@@ -75,7 +80,7 @@ def expected(model: CausalLm, strategy: Strategy, device_type: str, seq_len: int
         "device": device_type,
         "units": sorted([*layers, "root"]) if sharded else [],
         "layouts": {" ".join(mesh_layout) if sharded else "whole": names},
-        "master_dtype": [master],
+        "master_dtype": ["fp32"],
         "precision_and_reduce_dtype": [[strategy.precision, strategy.reduce_dtype]] if sharded else [],
         "reshard_after_forward": [strategy.reshard_after_forward] if sharded else [],
         "gradient_sum": True,
@@ -96,7 +101,8 @@ def expected(model: CausalLm, strategy: Strategy, device_type: str, seq_len: int
         "attention": [strategy.attention],
         "optimizer": "adamw",
         "optimizer_parameters": spec.parameters(),
-        "seq_len": seq_len,
+        "micro_batches": [[strategy.micro_batch_size, seq_len]] * strategy.grad_accum,
+        "packing": strategy.packing,
         "global_batch_size": strategy.global_batch_size,
     }
 

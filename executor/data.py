@@ -139,6 +139,7 @@ class StepData:
         self.seq_len = seq_len
         self.global_batch_size = global_batch_size
         self.seed = seed
+        self.packing = packing
         self._tokens = cache.tokens
         self.rows = lay_rows(cache.offsets, seq_len, packing=packing, seed=seed)
         self._order: tuple[int, np.ndarray] | None = None

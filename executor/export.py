@@ -8,9 +8,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
+from trainplan.costmodel.errors import TrainplanError
 from trainplan.executor.decoder import CausalLm
 from trainplan.executor.files import publish
 from trainplan.executor.weights import INDEX, SINGLE
@@ -44,7 +46,21 @@ def export_model(
         target: Replaced if it exists.
         dtype: Of the weights on disk; config.json is made to say the same.
         shard_bytes: No weight file is larger, unless a single tensor is.
+
+    Raises:
+        TrainplanError: It could not be written, for example because the disk is full.
     """
+    try:
+        _export(model, model_dir, target, dtype, shard_bytes)
+    except (OSError, SafetensorError) as error:
+        reason = " ".join(str(error).split())
+        raise TrainplanError(
+            f"the trained model could not be written to {target} ({reason}). The last checkpoint is whole: free space "
+            f"or mend the folder, then run again with --resume."
+        ) from None
+
+
+def _export(model: CausalLm, model_dir: Path, target: Path, dtype: torch.dtype, shard_bytes: int) -> None:
     writes = not dist.is_initialized() or dist.get_rank() == 0
     temporary = target.with_name(f".tmp-{target.name}")
     if writes:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -51,12 +52,15 @@ def run_plan(plan_path: Path, options: RunOptions, *, debug: bool = False) -> in
             f"Tune for one node, or use planner export."
         )
     check_run(plan, options)
+    if find_spec("torch") is None:
+        raise UsageError("running a plan needs PyTorch, which is not installed. Run: pip install 'trainplan[train]'.")
     output = options.output_dir
     _make(output)
     with lock(output / LOCK_FILE):  # before touching the files of a run that may be going on
         for name in (ERROR_FILE, STOP_FILE):
             (output / name).unlink(missing_ok=True)
-        shutil.copyfile(plan_path, output / "plan.yaml")
+        if not (output / "plan.yaml").exists() or not (output / "plan.yaml").samefile(plan_path):
+            shutil.copyfile(plan_path, output / "plan.yaml")
         write_json(output / "options.json", options.model_dump(mode="json"))
     ranks = plan.strategy.world_size
     command = torchrun(

@@ -49,6 +49,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_theta": 10000.0, "rope_type": "linear", "factor": 4.0},
     },
     "mistral": {"model_type": "mistral", "sliding_window": None, "tie_word_embeddings": False},
+    # No number of ranks divides these: shards are uneven, and the last may be empty.
+    "odd": {
+        "model_type": "qwen3",
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+        "vocab_size": 389,
+        "intermediate_size": 113,
+    },
 }
 WORDS = (
     *("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog"),

@@ -1,7 +1,7 @@
 """Run by torchrun: trains every case of a JSON file, one after another, on all ranks.
 
-The file holds ``model_dir``, ``cache``, ``options`` and ``cases``: (name, strategy, workload) each. Results are what
-`train` writes to ``<output>/<name>``, and ``collectives.json`` with the collectives of the third step.
+The file holds ``cache``, ``output``, ``options`` and ``cases``: (name, model_dir, strategy, workload) each. Results are
+what `train` writes to ``<output>/<name>``, and ``collectives.json`` with the collectives of the third step.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ def main() -> None:
     dist.init_process_group("gloo")
     cache = open_cache(Path(job["cache"]))
     original = training._forward_backward
-    for name, strategy, workload in job["cases"]:
+    for name, model_dir, strategy, workload in job["cases"]:
         output = Path(job["output"]) / name
         output.mkdir(parents=True, exist_ok=True)
-        options = RunOptions(**{**job["options"], "model_dir": job["model_dir"], "output_dir": output})
+        options = RunOptions(**{**job["options"], "model_dir": model_dir, "output_dir": output})
         counts: dict[str, Any] = {}
         training._forward_backward = count_collectives(counts)
-        spec = load_model(job["model_dir"])
+        spec = load_model(model_dir)
         parts = training.Job(spec, Workload(**workload), Strategy(**strategy), options)
         training.train(parts, cache, torch.device("cpu"))
         training._forward_backward = original

@@ -259,11 +259,10 @@ def test_a_checkpoint_of_two_ranks_continues_on_one_and_back(
         strategy = Strategy(precision="fp32", micro_batch_size=2, grad_accum=2, **layout).model_dump(mode="json")
         workload = {"seq_len": 64, "global_batch_size": 8, "precision": "fp32"}
         job = {
-            "model_dir": str(tiny_job.model_dir),
             "cache": str(token_cache),
             "output": str(tmp_path),
             "options": {**fixed, "steps": steps, "resume": True, "data": "unused"},
-            "cases": [("parts", strategy, workload)],
+            "cases": [("parts", str(tiny_job.model_dir), strategy, workload)],
         }
         (tmp_path / "job.json").write_text(json.dumps(job))
         tiny.run_ranks(2, Path(__file__).parent / "ranks_train.py", str(tmp_path / "job.json"))

@@ -24,7 +24,7 @@ from trainplan.executor.train import Job, train
 BATCH, STEPS, LAYERS = 8, 4, 3
 SCRIPT = Path(__file__).parent / "ranks_train.py"
 OPTIONS = {"steps": STEPS, "learning_rate": 3e-3, "max_grad_norm": 1.0, "data": "unused"}
-Case = tuple[str, dict[str, Any], dict[str, Any]]
+Case = tuple[str, str, dict[str, Any], dict[str, Any]]  # name, model, strategy, workload
 
 # Which values of the legality table a layout of n ranks may take; every layout and knob of the table is generated.
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
@@ -46,14 +46,14 @@ KNOBS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def case(values: dict[str, Any]) -> Case:
+def case(values: dict[str, Any], family: str = "qwen3") -> Case:
     strategy = {"precision": "fp32", "grad_accum": 1, "dp_replicate": 1, "dp_shard": 1, **values}
     dp = strategy["dp_replicate"] * strategy["dp_shard"]
     strategy["micro_batch_size"] = BATCH // dp // strategy["grad_accum"]
     shown = {key: value for key, value in strategy.items() if key not in ("precision", "micro_batch_size")}
     name = ",".join(f"{key}={value}" for key, value in sorted(shown.items())).replace(" ", "")
     workload = {"seq_len": 64, "global_batch_size": BATCH, "precision": strategy["precision"]}
-    return name, Strategy(**strategy).model_dump(mode="json"), workload
+    return f"{family}:{name}", family, Strategy(**strategy).model_dump(mode="json"), workload
 
 
 def all_cases(ranks: int) -> list[Case]:
@@ -77,7 +77,10 @@ def few_cases(ranks: int) -> list[Case]:
             if layout["sharding"] == "parameters" and accum:
                 knobs["prefetch_units"] = 2
             chosen.append(case({**layout, **knobs}))
-    return chosen
+    most = LAYOUTS[ranks][-1]  # parameters over all ranks, freed after the forward pass
+    replicas = LAYOUTS[ranks][0]
+    chosen += [case({**most, "grad_accum": 2}, family) for family in ("qwen2-tied", "llama3", "odd")]
+    return [*chosen, case({**replicas, "grad_accum": 2}, "odd")]
 
 
 @pytest.fixture(scope="module")
@@ -89,11 +92,10 @@ def train_ranks(
     def launch(ranks: int, cases: Sequence[Case]) -> Path:
         output = tmp_path_factory.mktemp(f"ranks{ranks}")
         job = {
-            "model_dir": str(model_dirs("qwen3")),
             "cache": str(token_cache),
             "output": str(output),
             "options": OPTIONS,
-            "cases": cases,
+            "cases": [(name, str(model_dirs(family)), *rest) for name, family, *rest in cases],
         }
         (output / "job.json").write_text(json.dumps(job))
         tiny.run_ranks(ranks, SCRIPT, str(output / "job.json"), timeout_s=550)
@@ -109,14 +111,14 @@ def alone(
     """Losses of one process for a strategy's values."""
     known: dict[str, list[float]] = {}
 
-    def losses(**values: Any) -> list[float]:
-        name, strategy, workload = case(values)
+    def losses(family: str = "qwen3", **values: Any) -> list[float]:
+        name, _, strategy, workload = case(values, family)
         if name not in known:
             from trainplan.executor.options import RunOptions
 
             output = tmp_path_factory.mktemp("alone")
-            options = RunOptions(**OPTIONS, model_dir=model_dirs("qwen3"), output_dir=output)
-            job = Job(load_model(str(model_dirs("qwen3"))), Workload(**workload), Strategy(**strategy), options)
+            options = RunOptions(**OPTIONS, model_dir=model_dirs(family), output_dir=output)
+            job = Job(load_model(str(model_dirs(family))), Workload(**workload), Strategy(**strategy), options)
             assert train(job, open_cache(token_cache), torch.device("cpu")) is not None
             known[name] = losses_of(output)
         return known[name]
@@ -136,7 +138,8 @@ def largest_gap(found: list[float], expected: list[float]) -> float:
 def check_parity(output: Path, cases: Sequence[Case], alone: Callable[..., list[float]]) -> float:
     """The largest gap to one process over all cases; fails above 1e-5, about 20 roundings of a loss near 6."""
     gaps = {
-        name: largest_gap(losses_of(output / name), alone(packing=strategy["packing"])) for name, strategy, _ in cases
+        name: largest_gap(losses_of(output / name), alone(family, packing=strategy["packing"]))
+        for name, family, strategy, _ in cases
     }
     worst = max(gaps, key=lambda name: gaps[name])
     assert gaps[worst] <= 1e-5, {name: gap for name, gap in gaps.items() if gap > 1e-5}
@@ -155,7 +158,7 @@ def trained(
         values = {**layout, "precision": "bf16", "reduce_dtype": reduce_dtype, "grad_accum": accum}
         cases.append(case(values))
     cases.append(case({**layouts[1], "reduce_dtype": "bf16", "grad_accum": 2}))
-    cases = [(f"{i:02d}-{name}"[:200], strategy, workload) for i, (name, strategy, workload) in enumerate(cases)]
+    cases = [(f"{i:02d}-{c[0]}"[:200], *c[1:]) for i, c in enumerate(cases)]
     return ranks, cases, train_ranks(ranks, cases)
 
 
@@ -163,7 +166,8 @@ def test_fp32_losses_equal_one_process(
     trained: tuple[int, list[Case], Path], alone: Callable[..., list[float]], record_property: Callable[..., None]
 ) -> None:
     _, cases, output = trained
-    exact = [c for c in cases if c[1]["precision"] == "fp32" and c[1]["reduce_dtype"] == "fp32"]
+    exact = [c for c in cases if c[2]["precision"] == "fp32" and c[2]["reduce_dtype"] == "fp32"]
+    assert {family for _, family, _, _ in exact} == {"qwen3", "qwen2-tied", "llama3", "odd"}
     assert len(exact) >= 2 * 5
     record_property("largest_gap", check_parity(output, exact, alone))
 
@@ -182,14 +186,14 @@ def test_bf16_losses_are_near_fp32_and_gradients_may_be_reduced_in_bf16(
 ) -> None:
     """Within 2^-8 of the loss, one rounding of bf16; 1e-3 to 2e-3 were measured. Master weights stay fp32."""
     _, cases, output = trained
-    rounded = [c for c in cases if "bf16" in (c[1]["precision"], c[1]["reduce_dtype"])]
-    assert {(c[1]["precision"], c[1]["reduce_dtype"]) for c in rounded} == {
+    rounded = [c for c in cases if "bf16" in (c[2]["precision"], c[2]["reduce_dtype"])]
+    assert {(c[2]["precision"], c[2]["reduce_dtype"]) for c in rounded} == {
         ("bf16", "fp32"),
         ("bf16", "bf16"),
         ("fp32", "bf16"),
     }
     reference = alone(packing=True)
-    for name, _, _ in rounded:
+    for name, *_ in rounded:
         found = losses_of(output / name)
         assert 0 < largest_gap(found, reference) < 2**-8 * reference[0], name
         applied = json.loads((output / name / "applied.json").read_text())["applied"]
@@ -206,7 +210,9 @@ def test_collectives_are_those_of_the_sharding_level(trained: tuple[int, list[Ca
     ranks, cases, output = trained
     units = LAYERS + 1
     parameters = 188_032  # of the tiny model: counted by transformers, see test_decoder
-    for name, s, _ in cases:
+    for name, family, s, _ in cases:
+        if family != "qwen3":
+            continue
         found = json.loads((output / name / "collectives.json").read_text())
         micro = s["grad_accum"]
         gathers = {
@@ -234,7 +240,7 @@ def test_collectives_are_those_of_the_sharding_level(trained: tuple[int, list[Ca
 
 def test_what_is_applied_is_written_down(trained: tuple[int, list[Case], Path]) -> None:
     _, cases, output = trained
-    for name, s, _ in cases:
+    for name, _, s, _ in cases:
         content = json.loads((output / name / "applied.json").read_text())
         assert content["differs"] == []
         seen = content["applied"]
@@ -254,8 +260,13 @@ def test_an_export_of_sharded_training_is_that_of_one_process(
     _, cases, output = trained
     ids = torch.arange(60)[None]
     losses = []
-    for name, strategy, _ in cases:
-        if strategy["precision"] == "fp32" and strategy["reduce_dtype"] == "fp32" and strategy["packing"]:
+    for name, family, strategy, _ in cases:
+        if (
+            family == "qwen3"
+            and strategy["precision"] == "fp32"
+            and strategy["reduce_dtype"] == "fp32"
+            and strategy["packing"]
+        ):
             theirs = AutoModelForCausalLM.from_pretrained(output / name / "model")
             losses.append(theirs(ids, labels=ids).loss.item())
     assert len(losses) >= 4
@@ -269,7 +280,7 @@ def test_the_whole_product_of_layouts_and_knobs_equals_one_process(
 ) -> None:
     """In parts, so that none takes the ten minutes after which a test counts as hanging."""
     cases = all_cases(ranks)
-    assert len(cases) == len({name for name, _, _ in cases}) == {2: (5 + 2) * 24, 4: (9 + 4) * 24}[ranks]
+    assert len(cases) == len({name for name, *_ in cases}) == {2: (5 + 2) * 24, 4: (9 + 4) * 24}[ranks]
     mine = cases[part :: 2 if ranks == 2 else 5]
     check_parity(train_ranks(ranks, mine), mine, alone)
 
