@@ -110,10 +110,11 @@ def train(
         if log:
             log.close()
     export_model(ready.model, options.model_dir, options.output_dir / MODEL_FOLDER, DTYPES[job.strategy.precision])
-    peak = torch.tensor(peak_memory_bytes(device), dtype=torch.int64)
-    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     if not history:
         return None
+    # After the last step: what a checkpoint or the export gathers is no part of training.
+    peak = torch.tensor(history[-1].peak_memory_bytes, dtype=torch.int64)
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     measured = Measurement(
         plan_hash=job.plan_hash,
         model=job.spec,
