@@ -76,8 +76,9 @@ def rates(cluster: Cluster, precision: Precision, draws: int = 0, seed: int = 0)
         if of is None:
             return LinkRates(np.inf, np.inf, np.inf, np.inf, 0.0)
         latency = draw(of.latency_s, note)
-        names = ("all_reduce_bytes_per_s", "all_gather_bytes_per_s", "all_to_all_bytes_per_s", "p2p_bytes_per_s")
-        return LinkRates(*(draw(getattr(of, name), note) for name in names), latency)
+        collectives = ("all_reduce_bytes_per_s", "all_gather_bytes_per_s", "all_to_all_bytes_per_s")
+        bus = [draw(getattr(of, name), note) for name in collectives]
+        return LinkRates(*bus, draw(of.p2p_bytes_per_s, False), latency)  # p2p matters to pipelines only
 
     missing = [p for p in (precision,) if p not in device.matmul_flops_per_s or p not in device.attention_flops_per_s]
     if missing:

@@ -30,6 +30,10 @@ PIPELINE = (Work.SEND_FORWARD, Work.SEND_BACKWARD)
 ON_COMPUTE = (Work.FORWARD, Work.BACKWARD, Work.INPUT_GRAD, Work.WEIGHT_GRAD, Work.FINISH)
 
 
+ROUNDING = 1e-9
+"""Waits below this share of a step are differences of sums that should be equal."""
+
+
 @dataclass(frozen=True)
 class Priced:
     """Strategies of one shape, priced: columns are ``[rows]``, or ``[draws, rows]`` where rates were drawn."""
@@ -148,7 +152,7 @@ def _breakdown(priced: Priced, strategy: Strategy, step_s: float) -> tuple[dict[
         "exposed_pipeline": with_sends - alone,
         "bubble": alone - sum(parts.values()),
     }
-    parts |= {name: max(0.0, value) for name, value in waits.items()}
+    parts |= {name: value if value > ROUNDING * step_s else 0.0 for name, value in waits.items()}
     inline = sum(parts[name] for name in INLINE_PARTS)
     exposed = inline + parts["exposed_data_parallel"] + parts["exposed_pipeline"]
     return {name: value for name, value in parts.items() if value > 0}, exposed
@@ -174,7 +178,8 @@ def _bubble_frac(priced: Priced, strategy: Strategy, step_s: float) -> float:
     """Share of the step that ranks wait with all communication beside the computation free, averaged over ranks."""
     alone = _value(priced.step_s(without=(*DATA_PARALLEL, *PIPELINE)))
     busy = [sum(parts.values()) for parts in _busy_parts(priced, strategy.grad_accum)]
-    return max(0.0, alone - float(np.mean(busy))) / step_s
+    idle_frac = (alone - float(np.mean(busy))) / step_s
+    return idle_frac if idle_frac > ROUNDING else 0.0
 
 
 def model_flops_per_token(job: Job) -> float:

@@ -62,7 +62,7 @@ BACKEND = Backend(
         "reduce_dtype": {"fp32", "bf16"},
         "precision": {"bf16", "fp8"},
         "compile": {False},
-        "attention": {"flash", "cudnn", "eager"},
+        "attention": {"flash", "eager"},
         "fused_kernels": {("cross_entropy", "norm", "rope", "swiglu")},
         "prefetch_units": {1},
         "loader_workers": {2},
