@@ -115,6 +115,7 @@ def tune(
     }  # fmt: skip
     choice(engine, "--engine", ("enumerate", "optuna"))
     check_plan_target(output)
+    lora = (lora_rank, lora_alpha, lora_modules)
     workload = _workload(seq_len, global_batch_size, precision, lengths, train_tokens, lora)
     values = pinned(options, assign or ())
     check_values(backend, values)

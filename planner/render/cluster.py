@@ -52,8 +52,8 @@ def _link(link: Link | None, reach: str) -> str:
 
 
 def print_devices(to: Console, devices: Sequence[Device]) -> None:
-    """One line per GPU; the kind is that of the sustained bf16 rate."""
-    heading(to, "GPUs (bf16; sustained is what large matrix products reach)")
+    """One line per GPU; the kind is that of the matrix products' rate."""
+    heading(to, "GPUs (what large copies and bf16 matrix products sustain)")
     rows = []
     for device in devices:
         sustained = device.matmul_flops_per_s["bf16"]
@@ -62,24 +62,22 @@ def print_devices(to: Console, devices: Sequence[Device]) -> None:
                 device.name,
                 size(device.memory_bytes.value),
                 bytes_per_s(device.memory_bytes_per_s.value),
-                flops_per_s(device.peak_flops_per_s["bf16"].value),
                 flops_per_s(sustained.value),
                 sustained.provenance,
             )
         )
-    table(to, rows, headers=("GPU", "memory", "sustained", "peak", "sustained", "kind"), right=(1, 2, 3, 4))
+    table(to, rows, headers=("GPU", "memory", "bandwidth", "products", "kind"), right=(1, 2, 3))
 
 
 def print_nodes(to: Console, nodes: Sequence[tuple[str, Cluster, Mapping[str, Any]]]) -> None:
-    """One line per node type: its GPUs, their scale-up link, and the names it also goes by."""
+    """One line per node type: its GPUs, and the names it also goes by."""
     heading(to, "Nodes")
     rows = [
         (
             name,
             f"{cluster.gpus_per_node} x {cluster.device.name}",
-            cluster.scale_up.kind if cluster.scale_up else "none",
             ", ".join(facts["aliases"]),
         )
         for name, cluster, facts in nodes
     ]
-    table(to, rows, headers=("node", "GPUs", "link", "also"))
+    table(to, rows, headers=("node", "GPUs", "also"))

@@ -47,7 +47,7 @@ def line(to: Console, text: str) -> None:
 def table(
     to: Console, rows: Iterable[Sequence[str]], *, headers: Sequence[str] = (), right: Iterable[int] = ()
 ) -> None:
-    """Columns without rules. A cell wider than its column wraps and loses nothing.
+    """Columns without rules. A cell wider than its column wraps and loses nothing; the first column stays whole.
 
     Args:
         to: Where to.
@@ -60,8 +60,14 @@ def table(
     grid = Table(box=None, show_header=bool(headers), pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for i in range(width):
         grid.add_column(
-            headers[i] if headers else "", justify="right" if i in right else "left", overflow="fold", no_wrap=False
+            headers[i] if headers else "", justify="right" if i in right else "left", overflow="fold", no_wrap=i == 0
         )
     for row in rows:
         grid.add_row(*row)
-    to.print(grid)
+    if to.color_system is not None:
+        to.print(grid)
+        return
+    with to.capture() as captured:
+        to.print(grid)
+    for text in captured.get().splitlines():
+        line(to, text.rstrip())  # what fills the last column would only trouble a file or a pipe
