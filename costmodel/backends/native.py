@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from trainplan.costmodel.backends.common import RULES
 from trainplan.costmodel.backends.rules import Backend, Rule
 
@@ -11,6 +13,13 @@ _PREFETCH = Rule(
     lambda job, s: (
         f"prefetch_units={s.prefetch_units} with sharding {s.sharding}: only sharded parameters are gathered ahead. Use 1."
     ),
+)
+
+_COMPILE = Rule(
+    "compile",
+    lambda job, t: ~t["compile"] | np.asarray(job.cluster.device.kind == "gpu"),
+    lambda job, s: f"compile on {job.cluster.device.name}: on a CPU it needs a C++ compiler and a minute before the "
+    "first step, which no estimate counts. Use compile=false.",
 )
 
 BACKEND = Backend(
@@ -48,5 +57,5 @@ BACKEND = Backend(
         "loader_workers": {0},
         "checkpoint_mode": {"sync"},
     },
-    rules=(*RULES, _PREFETCH),
+    rules=(*RULES, _PREFETCH, _COMPILE),
 )

@@ -41,7 +41,7 @@ def profile(
         ) from None
     try:
         with said() as say:
-            cluster = measure_machine(nproc, seconds, say)
+            cluster = measure_machine(nproc, seconds, lambda what, share: say(f"{share:4.0%} {what}"))
     except KeyboardInterrupt:
         raise Interrupted("interrupted; the profile was left as it was. Run `planner profile` again.") from None
     save_cluster(cluster, target)
