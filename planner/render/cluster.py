@@ -39,7 +39,7 @@ def print_cluster(to: Console, cluster: Cluster) -> None:
     device = cluster.device
     line(to, f"{cluster.name}: {cluster.num_nodes} x {cluster.gpus_per_node} x {device.name} ({device.arch})")
     rows = [
-        ("scale-up", _link(cluster.scale_up, f"domain of {cluster.scale_up_domain}")),
+        ("scale-up", _link(cluster.scale_up, f"{cluster.scale_up_domain} devices")),
         ("scale-out", _link(cluster.scale_out, "between domains")),
     ]
     rows += [(name, version) for name, version in cluster.software.items()]
