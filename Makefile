@@ -13,7 +13,7 @@ unexport PYTHONPATH
 # $(call timed,name,command) runs the command and says how long it took, or fails with it.
 timed = @start=$$(date +%s); $(2) && echo "$(1): $$(($$(date +%s) - start)) s"
 
-.PHONY: venv demo lint test test-all coverage clean
+.PHONY: venv demo lint test test-all coverage schema clean
 
 venv: .venv/installed
 
@@ -45,6 +45,10 @@ test-all: lint
 coverage: venv
 	@.venv/bin/coverage run -m pytest --import-mode=importlib
 	@.venv/bin/coverage report
+
+# The published JSON Schema of a plan file, from the types. A test fails where it is stale.
+schema: venv
+	@.venv/bin/python -P -c 'import json; from trainplan.costmodel.plan import json_schema; print(json.dumps(json_schema(), indent=1))' > docs/plan.schema.json
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage demo-output
