@@ -34,7 +34,7 @@ Exit codes: 0 ok, 1 failed, 2 usage, 3 no plan fits, 4 profile missing or stale,
 
 
 class Commands(TyperGroup):
-    """The group of all commands; an interruption ends with a line instead of a traceback."""
+    """The group of all commands; an interruption or a reader that leaves ends them without a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that was named."""
@@ -42,6 +42,9 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except KeyboardInterrupt:
             raise Interrupted("interrupted; nothing was saved.") from None
+        except BrokenPipeError:
+            _reader_gone()
+            raise typer.Exit from None
 
 
 app = typer.Typer(
@@ -94,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         sys.stdout.flush()  # here, where a reader that has gone is not an error yet
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter fails when it flushes
+        _reader_gone()
         return 0
     except (KeyboardInterrupt, typer.Abort):
         return _say("interrupted; nothing was saved.", Interrupted.exit_code)
@@ -105,6 +108,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         return _failed(error)
     return code if isinstance(code, int) else 0
+
+
+def _reader_gone() -> None:
+    """Whoever read standard output has left, as `head` does: what is still buffered goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _failed(error: Exception) -> int:

@@ -18,11 +18,18 @@ def is_plain(stream: IO[str], environment: Mapping[str, str] | None = None) -> b
     return not stream.isatty() or env.get("TERM") == "dumb" or bool(env.get("NO_COLOR")) or bool(env.get("CI"))
 
 
+class _Console(Console):
+    """A console that leaves it to the caller what a reader's leaving means; rich would end the process with code 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def console(stream: IO[str] | None = None) -> Console:
     """A console on ``stream``, standard output where None. It guesses no highlights and reads no markup."""
     stream = sys.stdout if stream is None else stream
     plain = is_plain(stream)
-    return Console(
+    return _Console(
         file=stream,
         force_terminal=not plain,
         no_color=plain,
