@@ -176,7 +176,7 @@ def _spread(graph: Graph, rows: Floats, seconds: Floats, threads: int) -> None:
     blocks = -(-len(rows) // _LANES)
     padded = np.zeros((blocks * _LANES, rows.shape[1]))
     padded[: len(rows)] = rows
-    columns = np.ascontiguousarray(padded.reshape(blocks, _LANES, -1).transpose(0, 2, 1))
+    columns = np.ascontiguousarray(padded.reshape(blocks, _LANES, rows.shape[1]).transpose(0, 2, 1))
     found = np.zeros((blocks, _LANES))
 
     play = compiled(_play_lanes)
