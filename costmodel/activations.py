@@ -34,7 +34,7 @@ def kept_bytes(s: Shapes, kind: LayerKind) -> Column:
     boundary = s.element_bytes * s.norm_tokens * s.job.model.hidden_size
     by_operator = s.table.mapped("recompute_modules", lambda names: "ops" in names).astype(bool)
     selective = np.where(by_operator, boundary + _operator_policy_bytes(s, kind), total - dropped)
-    return np.where(s.table.chosen("recompute", "full"), boundary, np.maximum(selective, boundary))
+    return np.asarray(np.where(s.table.chosen("recompute", "full"), boundary, np.maximum(selective, boundary)))
 
 
 def edge_bytes(s: Shapes) -> Column:
@@ -43,7 +43,7 @@ def edge_bytes(s: Shapes) -> Column:
 
 
 def loss_bytes(s: Shapes) -> Column:
-    """Peak bytes of logits and their gradients: all tokens of a micro-batch, or one chunk and the fp32 weight gradient."""
+    """Peak bytes of logits and their gradients: a micro-batch's, or one chunk's and the fp32 weight gradient."""
     chunk = s.table["loss_chunk"]
     vocab = s.job.model.vocab_size / s.table["tp"]
     eager = s.stack.kernels(int(np.max(s.element_bytes))).logit_peak_bytes

@@ -27,7 +27,7 @@ class Group:
 
     @property
     def domains(self) -> Column:
-        return np.ceil(self.n / self.local)
+        return np.asarray(np.ceil(self.n / self.local))
 
     @property
     def spans(self) -> Column:
@@ -41,12 +41,14 @@ def group(n: Column, stride: Column, rates: Rates) -> Group:
 
 
 def _bus(g: Group, kind: str, rates: Rates) -> Value:
-    """Bus bandwidth of a ring over the group: across domains every local rank drives its own network link, so the
-    ring moves up to ``local`` times a link, and never more than the scale-up tier. Source: nccl-tests,
-    doc/PERFORMANCE.md, on bus bandwidth; rail-aligned rings as in NCCL's topology search.
+    """Bus bandwidth of a ring over the group [bytes/s].
+
+    Across domains every local rank drives its own network link, so the ring moves up to ``local`` times a link, and
+    never more than the scale-up tier. Source: nccl-tests, doc/PERFORMANCE.md, on bus bandwidth; rail-aligned rings as
+    in NCCL's topology search.
     """
     up, out = getattr(rates.scale_up, kind), getattr(rates.scale_out, kind)
-    return np.where(g.spans, np.minimum(up, out * g.local), up)
+    return np.asarray(np.where(g.spans, np.minimum(up, out * g.local), up))
 
 
 def _ring_latency(g: Group, rates: Rates) -> Value:
@@ -69,8 +71,9 @@ def all_reduce_s(message_bytes: Column, g: Group, rates: Rates, algo: Column | i
     """Seconds to reduce ``message_bytes`` over the group, the buffer of each rank.
 
     ring: 2 latency + (S / B) 2 (n - 1) / n. tree: 2 log2(domains) network hops (or log2(n) inside) and the ring's
-    traffic. hierarchical: reduce-scatter inside, all-reduce of a 1/local share between domains, all-gather inside,
-    cut into pieces so that the slower tier hides the other. auto: the fastest of them. Source: nccl-tests doc/PERFORMANCE.md; Sanders, Speck, Traeff 2009 (two-tree).
+    traffic. hierarchical: reduce-scatter inside, all-reduce of a 1/local share between domains, all-gather inside, cut
+    into pieces so that the slower tier hides the other. auto: the fastest of them. Source: nccl-tests
+    doc/PERFORMANCE.md; Sanders, Speck, Traeff 2009 (two-tree).
     """
     S = message_bytes
     traffic = S / _bus(g, "all_reduce", rates) * 2 * (g.n - 1) / g.n
@@ -107,8 +110,9 @@ def all_to_all_s(send_bytes: Column, g: Group, rates: Rates) -> Column:
 
 
 def p2p_s(message_bytes: Column, span: Column, rates: Rates) -> Column:
-    """Seconds to send ``message_bytes`` to the next rank of a pipeline that spans ``span`` consecutive ranks; where
-    it leaves a scale-up domain, the slowest hop sets the pace.
+    """Seconds to send ``message_bytes`` to the next rank of a pipeline that spans ``span`` consecutive ranks.
+
+    Where it leaves a scale-up domain, the slowest hop sets the pace.
     """
     near = np.asarray(span) <= rates.scale_up_domain
     latency = np.where(near, rates.scale_up.latency, rates.scale_out.latency)

@@ -1,7 +1,7 @@
 """How long is each piece of a step's graph? Seconds per class for many strategies, and what those seconds consist of.
 
-One rank runs a chain of FSDP units (embedding, layers, head); a pipeline runs stages. Both have a graph with classes per
-unit; this module chooses the graph (`step_key`) and fills its classes, so the two can't disagree.
+One rank runs a chain of FSDP units (embedding, layers, head); a pipeline runs stages. Both have a graph with classes
+per unit; this module chooses the graph (`step_key`) and fills its classes, so the two can't disagree.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def step_key(strategy: Strategy, stack: Stack, place: Layout) -> Key | ChainKey:
 
 
 def _chain_kinds(place: Layout) -> tuple[tuple[int, ...], list[tuple[LayerKind, bool]]]:
-    """(unit kinds of the chain in order, what each layer kind is): 0 the embedding, 1.. kinds of layers, last the head."""
+    """(kinds of the chain's units, what each layer kind is): 0 the embedding, 1.. kinds of layers, last the head."""
     layers = [(kind, i < place.recomputed[0]) for i, kind in enumerate(place.kinds[0])]
     distinct = list(dict.fromkeys(layers))
     order = tuple(FIRST_LAYER + distinct.index(layer) for layer in layers)

@@ -20,8 +20,8 @@ from trainplan.costmodel.strategy import Schedule, StrategyTable
 from trainplan.costmodel.work import Column, Shapes
 
 RESERVED_OVER_ALLOCATED = (1.0, 1.03, 1.10)
-"""5, 50 and 95 % points of reserved over allocated: rounding to 2 MiB blocks and fragmentation of the caching allocator.
-A prior, not a measurement; the CPU allocator keeps no such cache and is given the low value."""
+"""5, 50 and 95 % points of reserved over allocated: rounding to 2 MiB blocks and fragmentation of the caching
+allocator. A prior, not a measurement; the CPU allocator keeps no such cache and is given the low value."""
 FIXED_SPREAD = (0.7, 1.0, 1.4)
 """5, 50 and 95 % points of context and communication buffers over their stated values."""
 
@@ -155,7 +155,7 @@ def _state(s: Shapes, stack: Stack, place: Layout, stages: list[int]) -> dict[st
     def split(level: str) -> Column:
         """Parameters a rank keeps of what sharding splits from ``level`` on."""
         at = t.at_least("sharding", level)
-        return (layers + edge) / np.where(at, shard, 1) + routed / np.where(at, expert_shard, 1)
+        return np.asarray((layers + edge) / np.where(at, shard, 1) + routed / np.where(at, expert_shard, 1))
 
     every = layers + edge + routed
     on_host = t["optimizer_offload"]
@@ -180,7 +180,8 @@ def _fsdp2_state(s: Shapes, every: Column, own: Column, edge: Column, largest: C
     t, e = s.table, s.element_bytes
     alone = (t["dp_shard"] * t["dp_replicate"] * t["cp"] == 1) & t.chosen("precision", "fp32")
     width = np.where(t.chosen("reduce_dtype", "fp32"), 4, 2)
-    flowing = e * ((1 + t["prefetch_units"]) * largest + edge)  # gathered layers, and the root's unit
+    # FSDP2 starts a unit's gather n + 1 units ahead of it: one in use, n + 1 coming, and the root's unit.
+    flowing = e * ((2 + t["prefetch_units"]) * largest + edge)
     kept = np.where(t.chosen("sharding", "parameters") & t["reshard_after_forward"], flowing, e * every)
     unreduced = (
         e + width

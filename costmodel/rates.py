@@ -78,13 +78,15 @@ def rates(cluster: Cluster, precision: Precision, draws: int = 0, seed: int = 0)
         latency = draw(of.latency_s, note)
         collectives = ("all_reduce_bytes_per_s", "all_gather_bytes_per_s", "all_to_all_bytes_per_s")
         bus = [draw(getattr(of, name), note) for name in collectives]
-        return LinkRates(*bus, draw(of.p2p_bytes_per_s, False), latency)  # p2p matters to pipelines only
+        p2p = draw(of.p2p_bytes_per_s, False)  # matters to pipelines only
+        return LinkRates(bus[0], bus[1], bus[2], p2p, latency)
 
     missing = [p for p in (precision,) if p not in device.matmul_flops_per_s or p not in device.attention_flops_per_s]
     if missing:
         known = ", ".join(device.matmul_flops_per_s)
         raise ProfileError(
-            f"{device.name} has no {missing[0]} rate in its profile (it has {known}). Choose one of those, or run `planner profile`."
+            f"{device.name} has no {missing[0]} rate in its profile (it has {known}). Choose one of those, or run "
+            "`planner profile`."
         )
     host = device.host_link_bytes_per_s
     memory, overhead = draw(device.memory_bytes_per_s), draw(device.op_overhead_s)

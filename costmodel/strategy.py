@@ -222,7 +222,7 @@ class StrategyTable:
 
     @property
     def dp(self) -> np.ndarray:
-        return self["dp_replicate"] * self["dp_shard"]
+        return np.asarray(self["dp_replicate"] * self["dp_shard"])
 
     def row(self, index: int) -> Strategy:
         """The strategy at a flat index of the broadcast table."""
@@ -241,7 +241,8 @@ class StrategyTable:
         """The rows at flat ``indices``, as columns of that length."""
         where = np.unravel_index(indices, self.shape)
         rows = {
-            name: np.broadcast_to(column, self.shape)[where] if column.ndim else column for name, column in self.columns.items()
+            name: np.broadcast_to(column, self.shape)[where] if column.ndim else column
+            for name, column in self.columns.items()
         }
         if len(indices) != self.size or not self.shape:  # a column that gives the table its length
             rows["tp"] = np.broadcast_to(self["tp"], self.shape)[where]

@@ -23,7 +23,7 @@ Column = np.ndarray
 LayerKind = tuple[AttentionKind, MlpKind]
 RECOMPUTED_PARTS = {"core_attn": "core_attn", "layernorm": "layernorm", "mlp": "mlp"}
 TP_CHUNKS = 4
-"""Pieces that an overlapped tensor-parallel collective is cut into; the first is always exposed (Megatron userbuffers)."""
+"""Pieces that an overlapped tensor-parallel collective is cut into; the first is always exposed (as userbuffers do)."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def unit_seconds(job: Job, stack: Stack, table: StrategyTable, rates: Rates) -> 
 
 def _pipeline_span(t: StrategyTable) -> Column:
     outermost = t.chosen("rank_order", "tp-cp-dp-pp")
-    return t["pp"] * t["tp"] * t["cp"] * np.where(outermost, t.dp, 1)
+    return np.asarray(t["pp"] * t["tp"] * t["cp"] * np.where(outermost, t.dp, 1))
 
 
 def _offload_s(t: StrategyTable, rates: Rates) -> Column:
@@ -120,22 +120,23 @@ class _Pricer:
         )
 
     def seconds(self, work: Work) -> Value:
-        """Roofline: the slower of arithmetic and traffic; at least a kernel's shortest run (GPU), or besides the time to
-        call it (CPU).
+        """Roofline: the slower of arithmetic and traffic.
+
+        At least a kernel's shortest run on a GPU; the time to call it comes on top on a CPU.
         """
         rate = {"matmul": self.matmul, "attention": self.attention, "memory": np.inf}[work.unit]
         busy = np.maximum(work.flops / rate, work.bytes / self.rates.memory)
         issue = work.launches * np.asarray(self.rates.op_overhead)
-        return busy + issue if self.rates.sequential_issue else np.maximum(busy, issue)
+        return np.asarray(busy + issue if self.rates.sequential_issue else np.maximum(busy, issue))
 
     def total(self, work: Sequence[Work], phase: Phase) -> Column:
-        """Seconds of a phase: its operations one after the other; on a GPU not less than the host takes to launch them."""
+        """Seconds of a phase: its operations in turn; on a GPU not less than the host takes to launch them."""
         chosen = [w for w in work if w.phase == phase]
         device = np.asarray(sum((self.seconds(w) for w in chosen), start=np.zeros(())))
         if self.rates.sequential_issue:
             return device
         launches = sum((w.launches for w in chosen), start=np.zeros(()))
-        return np.maximum(device, launches * self.shapes.stack.host_launch_s)
+        return np.asarray(np.maximum(device, launches * self.shapes.stack.host_launch_s))
 
     def layer(self, kind: LayerKind) -> Unit:
         work = layer_work(self.shapes, *kind)
@@ -188,8 +189,10 @@ class _Pricer:
         return np.where(self.t["tp"] > 1, np.where(self.t["overlap_tp"], hidden, inline), 0.0)
 
     def _context_parallel_s(self, kind: LayerKind, work: Sequence[Work]) -> tuple[Column, Column]:
-        """Exposed seconds forward and backward. ring: cp - 1 exchanges of keys and values beside attention, twice the
-        bytes backward; ulysses: all-to-alls of q, k, v and the output, inline.
+        """Exposed seconds forward and backward.
+
+        ring: cp - 1 exchanges of keys and values beside attention, twice the bytes backward. ulysses: all-to-alls of q,
+        k, v and the output, inline.
         """
         model, e = self.shapes.job.model, self.shapes.element_bytes
         if kind[0] == "linear":

@@ -30,7 +30,7 @@ LINEAR_CHUNK = 64
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One operation in one phase. ``part`` names what selective recompute may repeat: core_attn, layernorm, mlp or other."""
+    """One operation in one phase. ``part``: what selective recompute may repeat, core_attn, layernorm, mlp or other."""
 
     name: str
     phase: Phase
@@ -70,7 +70,11 @@ class Shapes:
         fused = self.fused(name)
         if not fused.any():
             return [(np.ones(()), getattr(eager, name))]
-        return [(np.ones(()), getattr(FUSED, name))] if fused.all() else [(~fused, getattr(eager, name)), (fused, getattr(FUSED, name))]
+        return (
+            [(np.ones(()), getattr(FUSED, name))]
+            if fused.all()
+            else [(~fused, getattr(eager, name)), (fused, getattr(FUSED, name))]
+        )
 
     def fused(self, name: str) -> Column:
         """Rows in which an operation's fused kernel runs (bool)."""
@@ -81,7 +85,9 @@ class Shapes:
         """Kernel -> the rows in which it is fused."""
         compiled = self.table["compile"]
         return {
-            name: np.asarray(compiled | self.table.mapped("fused_kernels", lambda names, of=of: of in names).astype(bool))
+            name: np.asarray(
+                compiled | self.table.mapped("fused_kernels", lambda names, of=of: of in names).astype(bool)
+            )
             for name, of in _FUSED_NAMES.items()
         }
 
@@ -90,7 +96,7 @@ _FUSED_NAMES = {"norm": "norm", "rope": "rope", "glu": "swiglu", "residual": "no
 
 
 def attended_causal(length: float, window: int | None) -> float:
-    """Mean positions a token of one document attends to: n / 2 when causal; a sliding window w < n leaves w - w^2 / (2 n)."""
+    """Mean positions a token of one document attends to: n / 2; a sliding window w < n leaves w - w^2 / (2 n)."""
     w = min(length, window) if window else length
     return w - w**2 / (2 * length)
 
@@ -105,7 +111,7 @@ def attended(workload: Workload, window: int | None) -> float:
 def _gemm(
     s: Shapes, name: str, m: Column, n: Column, k: Column, part: str = "other", frozen: bool = False
 ) -> Iterator[Work]:
-    """M x k by k x n, with its input and weight gradients: 2 m n k FLOP each, both operands and the result moved once."""
+    """M x k by k x n, and its input and weight gradients: 2 m n k FLOP each, operands and result moved once."""
     moved = s.element_bytes * (m * k + k * n + m * n)
     for phase in PHASES[: 2 if frozen else 3]:
         yield Work(name, phase, "matmul", 2 * m * n * k, moved, 1, part)
@@ -225,7 +231,7 @@ def mlp_work(s: Shapes, kind: MlpKind) -> Iterator[Work]:
 
 
 def _glu_mlp(s: Shapes, name: str, tokens: Column, width: Column, groups: Column | float = 1) -> Iterator[Work]:
-    """Gate, up and down projections (two matrices where the model has no gate); ``groups`` weight sets of this width."""
+    """Gate, up and down projections (two matrices without a gate); ``groups`` weight sets of this width."""
     model = s.job.model
     h, up = np.asarray(model.hidden_size), 2 if model.gated_mlp else 1
     for part, n, k in ((f"{name}_up", width * up, h), (f"{name}_down", h, width)):
@@ -237,7 +243,8 @@ def _glu_mlp(s: Shapes, name: str, tokens: Column, width: Column, groups: Column
 
 def layer_work(s: Shapes, attention: AttentionKind, mlp: MlpKind) -> list[Work]:
     """Every operation of one decoder layer."""
-    h, work = s.job.model.hidden_size, []
+    h = s.job.model.hidden_size
+    work: list[Work] = []
     for _ in range(s.job.model.norms_per_layer):
         work += _pointwise(s, "norm", s.norm_tokens * h, "layernorm")
     for _ in range(2):
@@ -264,8 +271,9 @@ def head_work(s: Shapes) -> list[Work]:
     projection = list(_gemm(s, "lm_head", s.tokens, vocab, h))
     loss = list(_pointwise(s, "loss", s.tokens * vocab))
     chunked = (s.table["loss_chunk"] > 0).astype(float)
-    for again in [w for w in (*projection, *loss) if w.phase == "forward"]:
-        work.append(
-            Work(again.name, "input_grad", again.unit, chunked * again.flops, chunked * again.bytes, again.launches)
-        )
-    return [*work, *projection, *loss]
+    again = [
+        Work(w.name, "input_grad", w.unit, chunked * w.flops, chunked * w.bytes, chunked * w.launches)
+        for w in (*projection, *loss)
+        if w.phase == "forward"
+    ]
+    return [*work, *projection, *loss, *again]

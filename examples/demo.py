@@ -37,7 +37,18 @@ def main() -> int:
     times: dict[str, float] = {}
 
     with part("plan Qwen3-8B for eight H100", times):
-        planner("tune", "Qwen/Qwen3-8B", "--cluster", "8xH100", "--seq-len", "4096", "--global-batch-size", "256", "-o", OUTPUT / "qwen3-8b.yaml")
+        planner(
+            "tune",
+            "Qwen/Qwen3-8B",
+            "--cluster",
+            "8xH100",
+            "--seq-len",
+            "4096",
+            "--global-batch-size",
+            "256",
+            "-o",
+            OUTPUT / "qwen3-8b.yaml",
+        )
 
     corpus, model = OUTPUT / "corpus.jsonl", OUTPUT / "model"
     with part("make a small Qwen3, its tokenizer and a corpus", times):
@@ -46,7 +57,7 @@ def main() -> int:
         parameters = tiny_qwen3.make_model(model)
         lengths = tiny_qwen3.length_histogram(corpus, model, SEQ_LEN)
         (OUTPUT / "lengths.json").write_text(json.dumps(lengths), encoding="utf-8")
-        say(f"{parameters:,} parameters, {modules} modules of the standard library, {corpus.stat().st_size / 1e6:.1f} MB")
+        say(f"{parameters:,} parameters, {modules} standard library modules, {corpus.stat().st_size / 1e6:.1f} MB")
 
     ranks = min(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     with part("measure this machine", times):
@@ -55,7 +66,18 @@ def main() -> int:
     plan = OUTPUT / "plan.yaml"
     with part("plan the small model for this machine", times):
         planner(
-            *("tune", model, "--cluster", "local", "--seq-len", SEQ_LEN, "--global-batch-size", BATCH, "--precision", "fp32"),
+            *(
+                "tune",
+                model,
+                "--cluster",
+                "local",
+                "--seq-len",
+                SEQ_LEN,
+                "--global-batch-size",
+                BATCH,
+                "--precision",
+                "fp32",
+            ),
             *("--lengths", OUTPUT / "lengths.json", "-o", plan),
         )
 
@@ -73,7 +95,7 @@ def main() -> int:
     return 0 if ok else 1
 
 
-class part:  # noqa: N801 - reads as a statement
+class part:
     """A headed, timed part of the demo."""
 
     def __init__(self, name: str, times: dict[str, float]) -> None:
@@ -88,6 +110,7 @@ class part:  # noqa: N801 - reads as a statement
 
 
 def say(text: str) -> None:
+    """Print a line of the demo itself."""
     print(f"demo: {text}", flush=True)
 
 
@@ -103,6 +126,7 @@ def planner(*arguments: object) -> None:
 
 
 def steps(run: Path) -> list[dict[str, float]]:
+    """The metrics of every step of a run."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
@@ -149,15 +173,17 @@ def compare(plan: Path, run: Path) -> bool:
     estimate, measured = Plan.load(plan).estimate, Measurement.load(run / FILE)
     predicted = estimate.step_time_s.mid
     factor = measured.step_time_s / predicted
-    say(f"step time: predicted {predicted * 1e3:.0f} ms, measured {measured.step_time_s * 1e3:.0f} ms, measured over predicted {factor:.2f}")
+    ms = f"predicted {predicted * 1e3:.0f} ms, measured {measured.step_time_s * 1e3:.0f} ms"
+    say(f"step time: {ms}, measured over predicted {factor:.2f}")
     if not 1 / AGREEMENT <= factor <= AGREEMENT:
         slowest, fastest = max(measured.samples_s), min(measured.samples_s)
         parts = ", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in estimate.breakdown_s.items())
         say(f"more than a factor of {AGREEMENT:.0f} apart. Predicted parts: {parts}.")
+        loaded = "another load on this machine slowed the run"
+        rates = "the measured rates of this machine are not those of this model's operations"
         say(
-            f"Cause: waiting for data took {measured.data_wait_s * 1e3:.0f} ms of the measured step, and steps took from "
-            f"{fastest * 1e3:.0f} to {slowest * 1e3:.0f} ms: "
-            + ("another load on this machine slowed the run." if slowest > 1.5 * fastest else "the measured rates of this machine are not those of this model's operations.")
+            f"Cause: waiting for data took {measured.data_wait_s * 1e3:.0f} ms of the measured step; steps took from "
+            f"{fastest * 1e3:.0f} to {slowest * 1e3:.0f} ms: {loaded if slowest > 1.5 * fastest else rates}."
         )
     return True
 

@@ -53,7 +53,9 @@ def measure_machine(
         target = ("-m", "trainplan.executor.measure_rank", "--seconds", str(seconds), "--output", str(result))
         _run(torchrun(ranks, *target), ranks, seconds, Path(folder) / "stderr.log", report)
         measured = json.loads(result.read_text(encoding="utf-8"))
-    return _cluster(measured, ranks, f"measured on this machine by {ranks} processes at once, torch {measured['torch']}")
+    return _cluster(
+        measured, ranks, f"measured on this machine by {ranks} processes at once, torch {measured['torch']}"
+    )
 
 
 def fingerprint() -> dict[str, str]:
@@ -75,7 +77,9 @@ def _processor() -> str:
 def _gpu_count() -> int:
     """GPUs that torch sees, asked in a process of its own: CUDA can't be left once initialised."""
     ask = "import torch; print(torch.cuda.device_count())"
-    answer = subprocess.run([sys.executable, "-P", "-c", ask], capture_output=True, text=True, timeout=SETUP_S, check=False)
+    answer = subprocess.run(
+        [sys.executable, "-P", "-c", ask], capture_output=True, text=True, timeout=SETUP_S, check=False
+    )
     return int(answer.stdout) if answer.returncode == 0 and answer.stdout.strip().isdigit() else 0
 
 
@@ -89,7 +93,7 @@ def _run(command: list[str], ranks: int, seconds: float, log_path: Path, report:
             _follow(process, report, SETUP_S + 5 * seconds)
         except subprocess.TimeoutExpired:
             raise ProfileError(
-                f"measuring hung: no end after {SETUP_S + 5 * seconds:.0f} s. Close what else runs here, or use fewer --nproc."
+                f"measuring hung: no end after {SETUP_S + 5 * seconds:.0f} s. Use fewer --nproc."
             ) from None
         finally:
             if process.poll() is None:
@@ -97,9 +101,11 @@ def _run(command: list[str], ranks: int, seconds: float, log_path: Path, report:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     if process.returncode != 0:
-        words = [line for line in log_path.read_text(encoding="utf-8", errors="replace").splitlines() if "Error" in line]
+        words = [
+            line for line in log_path.read_text(encoding="utf-8", errors="replace").splitlines() if "Error" in line
+        ]
         raise ProfileError(
-            f"a measuring process ended with code {process.returncode} ({words[-1].strip() if words else 'no message'}). "
+            f"a measuring process ended with code {process.returncode} ({words[-1].strip() if words else 'no word'}). "
             "Use fewer --nproc, or free memory, and run `planner profile` again."
         )
 
@@ -114,19 +120,38 @@ def _cluster(of: dict[str, Any], ranks: int, source: str) -> Cluster:
         name=of["name"],
         kind=of["kind"],
         arch=of["arch"],
-        memory_bytes=quantity(of["memory_bytes"], "free memory of the machine over the processes" if of["kind"] == "cpu" else ""),
-        memory_bytes_per_s=quantity(of["memory_bytes_per_s"], "norm, gated activation and residual, forward and backward"),
-        peak_flops_per_s={p: quantity(of["peak_flops_per_s"][p], "best matrix product of those tried") for p in PRECISIONS},
-        matmul_flops_per_s={p: quantity(of["matmul_flops_per_s"][p], "linear layers, forward and backward") for p in PRECISIONS},
-        attention_flops_per_s={p: quantity(of["attention_flops_per_s"][p], "causal attention, forward and backward") for p in PRECISIONS},
+        memory_bytes=quantity(
+            of["memory_bytes"], "free memory of the machine over the processes" if of["kind"] == "cpu" else ""
+        ),
+        memory_bytes_per_s=quantity(
+            of["memory_bytes_per_s"], "norm, gated activation and residual, forward and backward"
+        ),
+        peak_flops_per_s={
+            p: quantity(of["peak_flops_per_s"][p], "best matrix product of those tried") for p in PRECISIONS
+        },
+        matmul_flops_per_s={
+            p: quantity(of["matmul_flops_per_s"][p], "linear layers, forward and backward") for p in PRECISIONS
+        },
+        attention_flops_per_s={
+            p: quantity(of["attention_flops_per_s"][p], "causal attention, forward and backward") for p in PRECISIONS
+        },
         op_overhead_s=quantity(of["op_overhead_s"], "small operations under autograd"),
     )
     link = None
     if ranks > 1:
-        rates = {name: quantity(of["link"][name], f"{of['backend']} {name.removesuffix('_bytes_per_s')}") for name in of["link"]}
+        rates = {
+            name: quantity(of["link"][name], f"{of['backend']} {name.removesuffix('_bytes_per_s')}")
+            for name in of["link"]
+        }
         link = Link(kind=of["backend"], **rates)
     return Cluster(
-        name="local", device=device, num_nodes=1, gpus_per_node=ranks, scale_up=link, scale_up_domain=ranks, software=fingerprint()
+        name="local",
+        device=device,
+        num_nodes=1,
+        gpus_per_node=ranks,
+        scale_up=link,
+        scale_up_domain=ranks,
+        software=fingerprint(),
     )
 
 

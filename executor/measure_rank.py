@@ -40,6 +40,7 @@ class Clock:
         self.done = 0
 
     def sync(self) -> None:
+        """Wait until the device has done what it was given."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -52,7 +53,8 @@ class Clock:
             function()
         self.sync()
         dist.barrier()
-        samples, started = [], time.perf_counter()
+        samples: list[float] = []
+        started = time.perf_counter()
         while len(samples) < (repeats or 5) or (not repeats and time.perf_counter() - started < self.seconds):
             start = time.perf_counter()
             function()
@@ -95,7 +97,9 @@ def matmul_flops_per_s(clock: Clock, dtype: torch.dtype, overhead_s: float) -> t
 def attention_flops_per_s(clock: Clock, dtype: torch.dtype) -> float:
     """Causal attention: forward 2 T S width FLOP (the causal half of both products), backward 2.5 times that."""
     rows, heads, tokens, width = (2, 32, 4096, 128) if clock.device.type == "cuda" else (4, 8, 256, 32)
-    q, k, v = (torch.randn(rows, heads, tokens, width, device=clock.device, dtype=dtype, requires_grad=True) for _ in range(3))
+    q, k, v = (
+        torch.randn(rows, heads, tokens, width, device=clock.device, dtype=dtype, requires_grad=True) for _ in range(3)
+    )
     grad, sdpa = torch.randn_like(q), Sdpa()
 
     def run() -> None:
@@ -105,7 +109,7 @@ def attention_flops_per_s(clock: Clock, dtype: torch.dtype) -> float:
 
 
 def memory_bytes_per_s(clock: Clock, dtype: torch.dtype, overhead_s: float) -> float:
-    """Bytes that the memory-bound operations of a layer count per second: two norms, a gated activation, two residuals."""
+    """Bytes per second that a layer's memory-bound operations count: two norms, a gated activation, two residuals."""
     tokens, hidden, ffn = (8192, 4096, 12288) if clock.device.type == "cuda" else (1024, 256, 768)
     kernels: KernelSet = EAGER_FP32 if dtype == torch.float32 else EAGER_BF16
     x = torch.randn(tokens, hidden, device=clock.device, dtype=dtype, requires_grad=True)
@@ -123,7 +127,11 @@ def memory_bytes_per_s(clock: Clock, dtype: torch.dtype, overhead_s: float) -> f
     seconds = clock.time(f"memory-bound operations {dtype}", run)
     e = dtype.itemsize
     moved, launches = 0.0, 0
-    for kernel, elements, count in ((kernels.norm, tokens * hidden, 2), (kernels.residual, tokens * hidden, 2), (kernels.glu, tokens * ffn, 1)):
+    for kernel, elements, count in (
+        (kernels.norm, tokens * hidden, 2),
+        (kernels.residual, tokens * hidden, 2),
+        (kernels.glu, tokens * ffn, 1),
+    ):
         (fa, fb), (ba, bb) = kernel.forward, kernel.backward
         moved += count * elements * ((fa + ba) * e + fb + bb)
         launches += count * (kernel.forward_launches + kernel.backward_launches)
@@ -147,7 +155,10 @@ def link_rates(clock: Clock) -> dict[str, float]:
             seconds.setdefault(name, []).append(clock.time(f"{name} of {size} bytes", call, repeats=15))
     large = MESSAGES[1]
     moved = {"all_reduce": 2 * (n - 1) / n, "all_gather": (n - 1) / n, "all_to_all": (n - 1) / n, "p2p": 1.0}
-    rates = {f"{name}_bytes_per_s": large * share / max(seconds[name][1] - seconds[name][0], seconds[name][1] / 2) for name, share in moved.items()}
+    rates = {
+        f"{name}_bytes_per_s": large * share / max(seconds[name][1] - seconds[name][0], seconds[name][1] / 2)
+        for name, share in moved.items()
+    }
     return {**rates, "latency_s": seconds["all_gather"][0] / (n - 1)}
 
 
@@ -206,7 +217,12 @@ def measure(clock: Clock, device: torch.device) -> dict[str, object]:
         own |= {f"link.{name}": value for name, value in link_rates(clock).items()}
     values = torch.tensor(list(own.values()), dtype=torch.float64, device=device)
     dist.all_reduce(values)
-    result: dict[str, object] = {**describe(device), "torch": torch.__version__, "backend": dist.get_backend(), "link": {}}
+    result: dict[str, object] = {
+        **describe(device),
+        "torch": torch.__version__,
+        "backend": dist.get_backend(),
+        "link": {},
+    }
     for name, value in zip(own, (values / dist.get_world_size()).tolist(), strict=True):
         group, _, entry = name.partition(".")
         if entry:

@@ -231,7 +231,8 @@ def _nothing(space: Space, counts: Counts) -> Exception:
     if counts.covered:
         rules = ", ".join(f"{name} {n}" for name, n in counts.illegal.most_common(4))
         return NoPlanError(
-            f"none of {counts.covered} strategies is legal on {space.backend.name} ({rules}). Loosen the pins or change the cluster."
+            f"none of {counts.covered} strategies is legal on {space.backend.name} ({rules}). "
+            "Loosen the pins or change the cluster."
         )
     return UsageError(_contradiction(space))
 
@@ -247,5 +248,6 @@ def _contradiction(space: Space) -> str:
     stated = ", ".join(f"{name} in {list(v)}" for name, v in degrees.items()) or "the space"
     return (
         f"{stated} leaves no strategy: tp*pp*cp*dp must be {job.cluster.num_gpus} ({job.cluster.name}) and "
-        f"micro_batch_size*grad_accum*dp must be global_batch_size={job.workload.global_batch_size}. Change a pin or the batch."
+        f"micro_batch_size*grad_accum*dp must be global_batch_size={job.workload.global_batch_size}. "
+        "Change a pin or the batch."
     )

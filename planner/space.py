@@ -129,9 +129,11 @@ class Space:
                 continue
             per_rank = gbs // (rep * shard)
             for etp in self.options("etp", tuple(dict.fromkeys((1, tp))) if experts > 1 else (1,)):
-                for mbs in self.options("micro_batch_size", tuple(d for d in divisors(per_rank) if d <= most)):
-                    if per_rank % mbs == 0 and per_rank // mbs in self.options("grad_accum", (per_rank // mbs,)):
-                        rows.append((tp, cp, rep, shard, ep, etp, mbs, per_rank // mbs))
+                sizes = self.options("micro_batch_size", tuple(d for d in divisors(per_rank) if d <= most))
+                splits = [(mbs, per_rank // mbs) for mbs in sizes if per_rank % mbs == 0]
+                rows += [
+                    (tp, cp, rep, shard, ep, etp, *s) for s in splits if s[1] in self.options("grad_accum", (s[1],))
+                ]
         columns = np.array(rows, dtype=np.int64).reshape(-1, len(COARSE) + 1)
         return {name: columns[:, i] for i, name in enumerate((*COARSE, "grad_accum"))}
 

@@ -34,7 +34,7 @@ SEEDS: tuple[tuple[int, int, int, int], ...] = (
     (8, 4, 1, 1),
     (8, 8, 1, 1),
 )
-"""(tp, pp, cp, micro-batch) that people start from: data parallel alone, then tensor parallel in a node, then a pipeline."""
+"""(tp, pp, cp, micro-batch) that people start from: data parallel, then tensor parallel in a node, then a pipeline."""
 
 
 def sample(
@@ -75,6 +75,11 @@ def sample(
             raise optuna.TrialPruned("nothing legal fits with these degrees")
         return step_s
 
+    done = [trial for trial in study.trials if trial.value is not None and "degrees" in trial.user_attrs]
+    if done:  # a resumed study: its best degrees are solved again, so that the answer is never worse than before
+        best = min(done, key=lambda trial: float(trial.value or 0.0))
+        degrees = {name: int(value) for name, value in best.user_attrs["degrees"].items()}
+        solved[tuple(degrees.values())] = _solve(space, degrees, board, counts)
     study.optimize(objective, n_trials=trials)
     _note_best(study, board.candidates)
 
@@ -144,12 +149,13 @@ def _solve(space: Space, degrees: dict[str, int], board: Board, counts: Counts) 
 
 def _open(space: Space, path: Path | None, seed: int) -> optuna.Study:
     import optuna
+    from optuna.storages.journal import JournalFileBackend
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     storage = None
     if path is not None:
         repair(path)
-        storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(path)))
+        storage = optuna.storages.JournalStorage(JournalFileBackend(str(path)))
     sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=len(SEEDS) + 8)
     try:
         study = optuna.create_study(

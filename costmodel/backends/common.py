@@ -14,7 +14,7 @@ FP8_ARCHS = ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx942", "gfx950")
 
 
 def _world(job: Job, t: StrategyTable) -> Mask:
-    return t["tp"] * t["pp"] * t["cp"] * t.dp == job.cluster.num_gpus
+    return np.asarray(t["tp"] * t["pp"] * t["cp"] * t.dp == job.cluster.num_gpus)
 
 
 def _world_reason(job: Job, s: Strategy) -> str:
@@ -26,13 +26,16 @@ def _world_reason(job: Job, s: Strategy) -> str:
 
 def _batch(job: Job, t: StrategyTable) -> Mask:
     sequences = t["micro_batch_size"] * t["grad_accum"] * t.dp
-    return (sequences == job.workload.global_batch_size) | (t["token_budget"] > 0)
+    return np.asarray((sequences == job.workload.global_batch_size) | (t["token_budget"] > 0))
 
 
 def _batch_reason(job: Job, s: Strategy) -> str:
     gbs = job.workload.global_batch_size
     if gbs % s.dp:
-        return f"global_batch_size={gbs} is not divisible by dp={s.dp}: ranks would train different batches. Use dp in {divisors(gbs)}."
+        return (
+            f"global_batch_size={gbs} is not divisible by dp={s.dp}: ranks would train different batches. "
+            f"Use dp in {divisors(gbs)}."
+        )
     return (
         f"micro_batch_size*grad_accum*dp = {s.micro_batch_size}*{s.grad_accum}*{s.dp} = {s.global_batch_size}, not "
         f"global_batch_size={gbs}. With dp={s.dp} use micro_batch_size in {divisors(gbs // s.dp)}."
@@ -41,7 +44,7 @@ def _batch_reason(job: Job, s: Strategy) -> str:
 
 def _heads(job: Job, t: StrategyTable) -> Mask:
     heads = np.gcd(job.model.num_heads, _linear_heads(job))
-    return heads % t["tp"] == 0
+    return np.asarray(heads % t["tp"] == 0)
 
 
 def _linear_heads(job: Job) -> int:
@@ -61,7 +64,7 @@ def kv_heads(replicate: bool) -> Rule:
 
     def holds(job: Job, t: StrategyTable) -> Mask:
         kv = job.model.num_kv_heads
-        return (kv % t["tp"] == 0) | (replicate & (t["tp"] % kv == 0))
+        return np.asarray((kv % t["tp"] == 0) | (replicate & (t["tp"] % kv == 0)))
 
     def reason(job: Job, s: Strategy) -> str:
         also = f" or a multiple of {job.model.num_kv_heads}" if replicate else ""
@@ -80,7 +83,7 @@ def _ffn_widths(job: Job) -> int:
 
 def _ffn(job: Job, t: StrategyTable) -> Mask:
     experts = job.model.moe.ffn_hidden_size if job.model.moe else 0
-    return (_ffn_widths(job) % t["tp"] == 0) & (experts % t["etp"] == 0)
+    return np.asarray((_ffn_widths(job) % t["tp"] == 0) & (experts % t["etp"] == 0))
 
 
 def _ffn_reason(job: Job, s: Strategy) -> str:
@@ -105,7 +108,7 @@ def _layers(job: Job, t: StrategyTable) -> Mask:
     explicit = t.mapped("stage_layers", lambda v: -1 if v is None else sum(v) if min(v) > 0 else 0)
     length = t.mapped("stage_layers", lambda v: 0 if v is None else len(v))
     balanced = (explicit == -1) & (stages <= n) & (n % stages == 0)
-    return balanced | ((explicit == n) & (length == stages))
+    return np.asarray(balanced | ((explicit == n) & (length == stages)))
 
 
 def _layers_reason(job: Job, s: Strategy) -> str:
@@ -123,15 +126,17 @@ def _layers_reason(job: Job, s: Strategy) -> str:
 
 def _chunks(_: Job, t: StrategyTable) -> Mask:
     vpp = t["vpp"]
-    return np.select(
-        [
-            t.chosen("schedule", "gpipe", "1f1b"),
-            t.chosen("schedule", "interleaved"),
-            t.chosen("schedule", "zbv", "dualpipev"),
-        ],
-        [vpp == 1, vpp >= 2, vpp == 2],
-        default=np.ones((), dtype=bool),
-    ).astype(bool)
+    return np.asarray(
+        np.select(
+            [
+                t.chosen("schedule", "gpipe", "1f1b"),
+                t.chosen("schedule", "interleaved"),
+                t.chosen("schedule", "zbv", "dualpipev"),
+            ],
+            [vpp == 1, vpp >= 2, vpp == 2],
+            default=np.ones((), dtype=bool),
+        ).astype(bool)
+    )
 
 
 def _chunks_reason(_: Job, s: Strategy) -> str:
@@ -162,21 +167,27 @@ def micro_batches(megatron: bool) -> Rule:
             t.chosen("schedule", "interleaved", "zero-bubble"),
             t.chosen("schedule", "dualpipev"),
         ]
-        return (pp == 1) | np.select(
-            kinds, [m >= pp * (not megatron), grouped, m >= 2 * pp], default=np.ones((), dtype=bool)
-        ).astype(bool)
+        return np.asarray(
+            (pp == 1)
+            | np.select(
+                kinds, [m >= pp * (not megatron), grouped, m >= 2 * pp], default=np.ones((), dtype=bool)
+            ).astype(bool)
+        )
 
     def reason(_: Job, s: Strategy) -> str:
         many = f"a multiple of pp={s.pp}" if megatron else f"a multiple of max(1, grad_accum // {s.pp})"
         needs = {"1f1b": f"at least pp={s.pp}", "dualpipev": f"at least 2 pp={2 * s.pp}"}.get(s.schedule, many)
-        return f"schedule {s.schedule} with grad_accum={s.grad_accum} micro-batches: it needs {needs}. Use a smaller micro_batch_size or pp."
+        return (
+            f"schedule {s.schedule} with grad_accum={s.grad_accum} micro-batches: it needs {needs}. "
+            "Use a smaller micro_batch_size or pp."
+        )
 
     return Rule("micro_batches", holds, reason)
 
 
 def _sequence(job: Job, t: StrategyTable) -> Mask:
     cp_parts = np.where(t["cp"] > 1, 2 * t["cp"], 1)
-    return job.workload.seq_len % (cp_parts * np.where(t["sp"], t["tp"], 1)) == 0
+    return np.asarray(job.workload.seq_len % (cp_parts * np.where(t["sp"], t["tp"], 1)) == 0)
 
 
 def _sequence_reason(job: Job, s: Strategy) -> str:
@@ -190,7 +201,7 @@ def _sequence_reason(job: Job, s: Strategy) -> str:
 def _ulysses(job: Job, t: StrategyTable) -> Mask:
     split = t["tp"] * t["cp"]
     fits = (job.model.num_heads % split == 0) & (job.model.num_kv_heads % split == 0)
-    return (t["cp"] == 1) | t.chosen("cp_method", "ring") | fits
+    return np.asarray((t["cp"] == 1) | t.chosen("cp_method", "ring") | fits)
 
 
 def _ulysses_reason(job: Job, s: Strategy) -> str:
@@ -202,9 +213,9 @@ def _ulysses_reason(job: Job, s: Strategy) -> str:
 
 def _experts(job: Job, t: StrategyTable) -> Mask:
     if job.model.moe is None:
-        return (t["ep"] == 1) & (t["etp"] == 1)
+        return np.asarray((t["ep"] == 1) & (t["etp"] == 1))
     ranks = t["tp"] * t["cp"] * t.dp
-    return (job.model.moe.num_experts % t["ep"] == 0) & (ranks % (t["ep"] * t["etp"]) == 0)
+    return np.asarray((job.model.moe.num_experts % t["ep"] == 0) & (ranks % (t["ep"] * t["etp"]) == 0))
 
 
 def _experts_reason(job: Job, s: Strategy) -> str:
@@ -227,7 +238,8 @@ def _precision_reason(job: Job, s: Strategy) -> str:
         return (
             f"precision fp8: {job.cluster.device.name} ({job.cluster.device.arch}) has no fp8 matrix units. Use bf16."
         )
-    return f"precision {s.precision} is not the workload's {job.workload.precision}. Use that, or fp8 where the GPU has it."
+    asked = job.workload.precision
+    return f"precision {s.precision} is not the workload's {asked}. Use that, or fp8 where the GPU has it."
 
 
 def _recompute(job: Job, t: StrategyTable) -> Mask:
@@ -240,12 +252,13 @@ def _recompute(job: Job, t: StrategyTable) -> Mask:
         job.model.num_layers,
     )
     counted = (length == 0) | ((length == t["pp"] * t["vpp"]) & (most <= room))
-    return (t.chosen("recompute", "selective") == named) & counted
+    return np.asarray((t.chosen("recompute", "selective") == named) & counted)
 
 
 def _recompute_reason(job: Job, s: Strategy) -> str:
     if (s.recompute == "selective") != bool(s.recompute_modules):
-        return f"recompute {s.recompute} with recompute_modules={list(s.recompute_modules)}: only selective names modules, and must."
+        named = list(s.recompute_modules)
+        return f"recompute {s.recompute} with recompute_modules={named}: only selective names modules, and must."
     return (
         f"recompute_layers={list(s.recompute_layers)} must be empty or have pp*vpp={s.pp * s.vpp} counts, none above "
         "the layers of its stage."
@@ -254,7 +267,7 @@ def _recompute_reason(job: Job, s: Strategy) -> str:
 
 def micro_batch_tokens(workload: Workload, t: StrategyTable) -> np.ndarray:
     """Tokens of a micro-batch on one rank, before tp, after cp."""
-    return t["micro_batch_size"] * workload.seq_len // t["cp"]
+    return np.asarray(t["micro_batch_size"] * workload.seq_len // t["cp"])
 
 
 LOSS_CHUNK = Rule(
@@ -278,7 +291,7 @@ NO_TIED_PP = Rule(
     "tied_pp",
     lambda job, t: (t["pp"] == 1) | (not job.model.tie_word_embeddings),
     lambda job, s: (
-        f"pp={s.pp}: {job.model.name} ties its embeddings, and no gradient exchange joins first and last stage. Use pp=1."
+        f"pp={s.pp}: {job.model.name} ties its embeddings, and nothing joins the gradients of its ends. Use pp=1."
     ),
 )
 
@@ -294,7 +307,8 @@ RESHARD = Rule(
     "reshard",
     lambda job, t: ~t["reshard_after_forward"] | t.chosen("sharding", "parameters"),
     lambda job, s: (
-        f"reshard_after_forward with sharding {s.sharding}: only gathered parameters can be freed. Use sharding parameters."
+        f"reshard_after_forward with sharding {s.sharding}: only gathered parameters can be freed. "
+        "Use sharding parameters."
     ),
 )
 

@@ -15,7 +15,7 @@ _OFFLOAD_SHARDING = Rule(
     "offload_sharding",
     lambda job, t: ~t["optimizer_offload"] | t.at_least("sharding", "optimizer"),
     lambda job, s: (
-        "optimizer_offload without sharding: ZeRO-Offload moves a sharded optimizer state. Use sharding optimizer or above."
+        "optimizer_offload without sharding: ZeRO-Offload moves a sharded state. Use sharding optimizer or above."
     ),
 )
 

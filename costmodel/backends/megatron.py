@@ -1,4 +1,4 @@
-"""What Megatron-LM runs: flags and limits of megatron-core 0.19.2, megatron/training/arguments.py and transformer config."""
+"""What Megatron-LM runs: flags and limits of megatron-core 0.19.2 (training/arguments.py and transformer config)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _ZERO_PP = Rule(
     "sharding_pp",
     lambda job, t: (t["pp"] == 1) | t.chosen("sharding", "none", "optimizer"),
     lambda job, s: (
-        f"sharding {s.sharding} with pp={s.pp}: the distributed optimizer shards optimizer state only under a pipeline. Use optimizer."
+        f"sharding {s.sharding} with pp={s.pp}: under a pipeline only the optimizer state is sharded. Use optimizer."
     ),
 )
 

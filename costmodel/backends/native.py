@@ -11,15 +11,18 @@ _PREFETCH = Rule(
     "prefetch",
     lambda job, t: (t["prefetch_units"] == 1) | t.chosen("sharding", "parameters"),
     lambda job, s: (
-        f"prefetch_units={s.prefetch_units} with sharding {s.sharding}: only sharded parameters are gathered ahead. Use 1."
+        f"prefetch_units={s.prefetch_units} with sharding {s.sharding}: only sharded parameters are gathered ahead. "
+        "Use 1."
     ),
 )
 
 _COMPILE = Rule(
     "compile",
     lambda job, t: ~t["compile"] | np.asarray(job.cluster.device.kind == "gpu"),
-    lambda job, s: f"compile on {job.cluster.device.name}: on a CPU it needs a C++ compiler and a minute before the "
-    "first step, which no estimate counts. Use compile=false.",
+    lambda job, s: (
+        f"compile on {job.cluster.device.name}: on a CPU it needs a C++ compiler and a minute before the "
+        "first step, which no estimate counts. Use compile=false."
+    ),
 )
 
 BACKEND = Backend(

@@ -64,10 +64,8 @@ class Backend:
             if value not in allowed:
                 options = ", ".join(_shown(option) for option in sorted(allowed, key=repr))
                 broken.append(Broken(name, f"{name}={_shown(value)}: {self.name} runs {name} in {{{options}}}."))
-        for rule in self.rules:
-            if not bool(np.all(rule.holds(job, table))):
-                broken.append(Broken(rule.name, rule.reason(job, strategy)))
-        return tuple(broken)
+        failed = [rule for rule in self.rules if not bool(np.all(rule.holds(job, table)))]
+        return (*broken, *(Broken(rule.name, rule.reason(job, strategy)) for rule in failed))
 
     def refusals(self, job: Job) -> tuple[tuple[str, str], ...]:
         """(rule, reason) for what no strategy can mend: the model kind or the task."""

@@ -11,7 +11,7 @@ MakeCluster = Callable[..., Cluster]
 
 @pytest.fixture
 def round_cluster() -> MakeCluster:
-    """``round_cluster(gpus, memory_gb=80, provenance="measured")``: 1 PFLOP/s, 1 TB/s, links of 100 and 10 GB/s, no latency."""
+    """``round_cluster(gpus, memory_gb=80, ...)``: 1 PFLOP/s, 1 TB/s, links of 100 and 10 GB/s, no latency."""
 
     def make(gpus: int = 1, memory_gb: float = 80, provenance: Provenance = "measured", kind: str = "gpu") -> Cluster:
         def of(value: float) -> Quantity:

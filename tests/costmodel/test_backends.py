@@ -81,7 +81,13 @@ def test_a_megatron_recipe_is_legal() -> None:
         ("native", {"gbs": 36}, {"dp_replicate": 8, "grad_accum": 4}, "global_batch", "not divisible by dp=8"),
         ("native", {}, {"dp_replicate": 8, "grad_accum": 3}, "global_batch", "use micro_batch_size in [1, 2, 4]"),
         ("megatron", {"model": "Qwen/Qwen2-0.5B"}, {"tp": 8, "grad_accum": 32}, "heads", "Use tp in [1, 2, 7, 14]"),
-        ("torchtitan", {"model": "Qwen/Qwen3-30B-A3B"}, {"tp": 8, "sp": True, "grad_accum": 32}, "kv_heads", "[1, 2, 4]"),
+        (
+            "torchtitan",
+            {"model": "Qwen/Qwen3-30B-A3B"},
+            {"tp": 8, "sp": True, "grad_accum": 32},
+            "kv_heads",
+            "[1, 2, 4]",
+        ),
         ("megatron", {}, {"pp": 8, "grad_accum": 32}, "layers", "Use pp*vpp in [1, 2, 3, 4, 6, 9, 12, 18, 36]"),
         ("megatron", {}, {"pp": 8, "grad_accum": 32, "stage_layers": (4,) * 7 + (9,)}, "layers", "add up to"),
         ("megatron", {}, {"pp": 4, "dp_replicate": 2, "grad_accum": 16, "schedule": "interleaved"}, "chunks", "vpp"),
@@ -103,8 +109,20 @@ def test_a_megatron_recipe_is_legal() -> None:
             "moe_sp",
             "sequence parallelism",
         ),
-        ("megatron", {}, {"pp": 4, "dp_shard": 2, "sharding": "gradients", "grad_accum": 16}, "sharding_pp", "Use optimizer"),
-        ("torchtitan", {"model": "Qwen/Qwen3-0.6B"}, {"pp": 2, "dp_replicate": 4, "grad_accum": 8}, "tied_pp", "Use pp=1"),
+        (
+            "megatron",
+            {},
+            {"pp": 4, "dp_shard": 2, "sharding": "gradients", "grad_accum": 16},
+            "sharding_pp",
+            "Use optimizer",
+        ),
+        (
+            "torchtitan",
+            {"model": "Qwen/Qwen3-0.6B"},
+            {"pp": 2, "dp_replicate": 4, "grad_accum": 8},
+            "tied_pp",
+            "Use pp=1",
+        ),
         ("native", {}, {"dp_shard": 8, "grad_accum": 4}, "sharding_groups", "none needs 1"),
         ("native", {}, {"dp_replicate": 8, "grad_accum": 4, "reshard_after_forward": True}, "reshard", "parameters"),
         ("native", {}, {"dp_replicate": 8, "grad_accum": 4, "loss_chunk": 4096}, "loss_chunk", "change nothing"),
@@ -160,12 +178,21 @@ def rows(draw: st.DrawFn) -> Strategy:
         "attention": draw(st.sampled_from(["sdpa", "flash"])),
         "cp_method": draw(st.sampled_from(["ring", "ulysses"])),
     }
-    degrees = {name: draw(d) for name in ("tp", "pp", "vpp", "cp", "ep", "dp_replicate", "dp_shard", "micro_batch_size", "grad_accum")}
+    degrees = {
+        name: draw(d)
+        for name in ("tp", "pp", "vpp", "cp", "ep", "dp_replicate", "dp_shard", "micro_batch_size", "grad_accum")
+    }
     flags = {name: draw(st.booleans()) for name in ("sp", "reshard_after_forward", "optimizer_offload", "compile")}
-    return Strategy(**choice, **degrees, **flags, etp=draw(st.sampled_from([1, 2])), loss_chunk=draw(st.sampled_from([0, 2048])))
+    return Strategy(
+        **choice, **degrees, **flags, etp=draw(st.sampled_from([1, 2])), loss_chunk=draw(st.sampled_from([0, 2048]))
+    )
 
 
-@given(st.lists(rows(), min_size=4, max_size=4), st.sampled_from(sorted(BACKENDS)), st.sampled_from(["Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B"]))
+@given(
+    st.lists(rows(), min_size=4, max_size=4),
+    st.sampled_from(sorted(BACKENDS)),
+    st.sampled_from(["Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B"]),
+)
 @settings(max_examples=150, deadline=None)
 def test_the_mask_of_many_agrees_with_the_reasons_of_one(strategies: list[Strategy], name: str, model: str) -> None:
     of = job(model)

@@ -1,6 +1,7 @@
 """Memory against hand counts of state, activations in flight and sharding."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,9 @@ QWEN3_8B = 8_190_735_360
 MEGATRON = {"attention": "flash", "fused_kernels": ("cross_entropy", "norm", "rope", "swiglu"), "loader_workers": 2}
 
 
-def stages(cluster: Cluster, backend: str, gbs: int = 16, model: str = "Qwen/Qwen3-8B", **values: object) -> list[dict[str, float]]:
+def stages(
+    cluster: Cluster, backend: str, gbs: int = 16, model: str = "Qwen/Qwen3-8B", **values: object
+) -> list[dict[str, float]]:
     job = Job(load_model(model), cluster, Workload(seq_len=4096, global_batch_size=gbs))
     strategy = Strategy(**{**(MEGATRON if backend == "megatron" else {}), **values})  # type: ignore[arg-type]
     return [stage.breakdown_bytes for stage in estimate(job, backend, strategy).stages]
@@ -24,7 +27,9 @@ def stages(cluster: Cluster, backend: str, gbs: int = 16, model: str = "Qwen/Qwe
 
 def test_zero3_splits_sixteen_bytes_per_parameter(round_cluster: MakeCluster) -> None:
     """fp32 parameters and gradients and two moments: 4 + 4 + 8 bytes over 8 ranks."""
-    (rank,) = stages(round_cluster(8), "native", dp_shard=8, sharding="parameters", reshard_after_forward=True, grad_accum=2)
+    (rank,) = stages(
+        round_cluster(8), "native", dp_shard=8, sharding="parameters", reshard_after_forward=True, grad_accum=2
+    )
     assert rank["parameters"] == pytest.approx(4 * QWEN3_8B / 8)
     assert rank["gradients"] == pytest.approx(4 * QWEN3_8B / 8)
     assert rank["optimizer"] == pytest.approx(8 * QWEN3_8B / 8)
@@ -59,13 +64,17 @@ def test_full_recompute_keeps_one_input_per_layer(round_cluster: MakeCluster) ->
 
 
 def test_more_of_what_saves_memory_needs_less(round_cluster: MakeCluster) -> None:
-    def total(**values: object) -> float:
+    def total(**values: Any) -> float:
         return sum(stages(round_cluster(8, memory_gb=1000), "native", dp_shard=8, grad_accum=2, **values)[0].values())
 
     levels = [total(sharding=level) for level in ("optimizer", "gradients", "parameters")]
     assert levels[0] > levels[1] >= levels[2]
     assert total(sharding="parameters", reshard_after_forward=True) < levels[2]
-    assert total(sharding="parameters", recompute="full") < total(sharding="parameters", recompute="full", recompute_layers=(18,)) < levels[2]
+    assert (
+        total(sharding="parameters", recompute="full")
+        < total(sharding="parameters", recompute="full", recompute_layers=(18,))
+        < levels[2]
+    )
     assert total(sharding="parameters", loss_chunk=1024) < levels[2]
     assert total(sharding="parameters", compile=True) < levels[2]
 
@@ -81,5 +90,7 @@ def test_experts_are_split_over_their_own_group(round_cluster: MakeCluster) -> N
     """Qwen3-30B-A3B: 48 layers x 128 experts x 3 x 2048 x 768 are routed; ep 8 leaves an eighth of them on a rank."""
     routed = 48 * 128 * 3 * 2048 * 768
     dense = 30_532_122_624 - routed
-    (rank,) = stages(round_cluster(8, memory_gb=500), "megatron", model="Qwen/Qwen3-30B-A3B", ep=8, dp_replicate=8, grad_accum=2)
+    (rank,) = stages(
+        round_cluster(8, memory_gb=500), "megatron", model="Qwen/Qwen3-30B-A3B", ep=8, dp_replicate=8, grad_accum=2
+    )
     assert rank["parameters"] == pytest.approx(2 * (dense + routed / 8))

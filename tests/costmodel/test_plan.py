@@ -25,7 +25,9 @@ SCHEMA = ROOT / "docs" / "plan.schema.json"
 def plan() -> Plan:
     job = Job(load_model("Qwen/Qwen3-8B"), load_cluster("8xH100"), Workload(seq_len=4096, global_batch_size=256))
     strategy = Strategy(dp_shard=8, sharding="parameters", reshard_after_forward=True, grad_accum=32)
-    record = SearchRecord(engine="enumerate", covered=2, illegal={"heads": 1}, infeasible=0, feasible=1, gap_frac=0, proven=True)
+    record = SearchRecord(
+        engine="enumerate", covered=2, illegal={"heads": 1}, infeasible=0, feasible=1, gap_frac=0, proven=True
+    )
     return Plan(
         model=job.model,
         cluster=job.cluster,
@@ -33,7 +35,9 @@ def plan() -> Plan:
         backend="native",
         strategy=strategy,
         estimate=estimate(job, "native", strategy),
-        provenance=Provenance(trainplan_version="0.1.0", created="2026-12-01T00:00:00+00:00", command="planner tune", search=record),
+        provenance=Provenance(
+            trainplan_version="0.1.0", created="2026-12-01T00:00:00+00:00", command="planner tune", search=record
+        ),
     )
 
 
@@ -121,8 +125,9 @@ def test_what_is_no_plan_at_all(tmp_path: Path) -> None:
 
 
 def test_a_backend_that_trains_no_adapters_refuses_a_plan_with_them(plan: Plan, tmp_path: Path) -> None:
-    with_adapters = Plan(**{**dict(plan), "workload": Workload(seq_len=4096, global_batch_size=256, lora=Lora(rank=8, alpha=16))})
+    with_adapters = Plan(
+        **{**dict(plan), "workload": Workload(seq_len=4096, global_batch_size=256, lora=Lora(rank=8, alpha=16))}
+    )
     with_adapters.save(tmp_path / "plan.yaml")
     with pytest.raises(UsageError, match="does not train LoRA"):
         Plan.load(tmp_path / "plan.yaml")
-

@@ -36,7 +36,11 @@ def test_matrix_products_of_a_layer_are_two_flop_per_weight_and_token(round_clus
     of = job(round_cluster(1), model)
     shapes = Shapes(of, StrategyTable.from_strategies([Strategy(grad_accum=16)]), STACKS["native"])
     work = [w for w in layer_work(shapes, "full", "dense") if w.unit == "matmul"]
-    h, heads, kv = of.model.hidden_size, of.model.num_heads * of.model.head_dim, of.model.num_kv_heads * of.model.head_dim
+    h, heads, kv = (
+        of.model.hidden_size,
+        of.model.num_heads * of.model.head_dim,
+        of.model.num_kv_heads * of.model.head_dim,
+    )
     ffn = of.model.ffn_hidden_size or 0
     weights = h * (heads + 2 * kv) + heads * h + 3 * h * ffn
     for phase in ("forward", "input_grad", "weight_grad"):
@@ -48,7 +52,9 @@ def test_causal_attention_is_two_flop_per_score_pair_half_of_them(round_cluster:
     of = job(round_cluster(1))
     shapes = Shapes(of, StrategyTable.from_strategies([Strategy(grad_accum=16)]), STACKS["native"])
     core = [w for w in layer_work(shapes, "full", "dense") if w.part == "core_attn"]
-    forward, backward = (sum(float(np.squeeze(w.flops)) for w in core if w.phase == phase) for phase in ("forward", "input_grad"))
+    forward, backward = (
+        sum(float(np.squeeze(w.flops)) for w in core if w.phase == phase) for phase in ("forward", "input_grad")
+    )
     assert forward == pytest.approx(2 * 4096**2 * 128 * 32)
     assert backward == pytest.approx(2.5 * forward)
 
@@ -61,13 +67,13 @@ def test_routed_experts_do_the_work_of_the_chosen_ones(round_cluster: MakeCluste
 
 
 def test_model_flops_follow_the_published_definition() -> None:
-    """Llama-3.1-8B at 8192: 6 (N - embedding) + 6 L S h, causal (torchtitan and Megatron count the last term twice, not halved)."""
+    """Llama-3.1-8B at 8192: 6 (N - embedding) + 6 L S h; the last is 12 L S h, halved for causal attention."""
     of = job(load_cluster("8xH100"), "meta-llama/Llama-3.1-8B", seq_len=8192)
     assert model_flops_per_token(of) == pytest.approx(6 * (8_030_261_248 - 128256 * 4096) + 6 * 32 * 8192 * 4096)
 
 
 def test_an_even_pipeline_takes_the_closed_form(round_cluster: MakeCluster) -> None:
-    """1F1B with p equal stages and m micro-batches: (m + p - 1)(F + B), Narayanan et al. 2021, arXiv:2104.04473, sec. 2.2.
+    """1F1B, p equal stages, m micro-batches: (m + p - 1)(F + B), Narayanan et al. 2021, arXiv:2104.04473, sec. 2.2.
 
     Equal stages: a vocabulary of one token makes embedding and head vanish; links take no time.
     """
@@ -117,12 +123,18 @@ def test_known_directions(round_cluster: MakeCluster) -> None:
     of = job(round_cluster(8), gbs=64)
     fsdp = {"dp_shard": 8, "sharding": "parameters", "reshard_after_forward": True, "grad_accum": 8}
     plain = step_s(of, "native", **fsdp)
-    assert step_s(of, "native", **fsdp, recompute="full") > step_s(of, "native", **fsdp, recompute="full", recompute_layers=(18,)) > plain
+    assert (
+        step_s(of, "native", **fsdp, recompute="full")
+        > step_s(of, "native", **fsdp, recompute="full", recompute_layers=(18,))
+        > plain
+    )
     assert step_s(of, "native", **fsdp, compile=True) < plain
     assert step_s(of, "native", **fsdp, loss_chunk=1024) > plain
     assert step_s(of, "native", **{**fsdp, "reshard_after_forward": False}) <= plain
     assert step_s(of, "native", dp_replicate=8, grad_accum=8) <= plain
-    assert step_s(of, "native", dp_replicate=8, grad_accum=8, reduce_dtype="bf16") <= step_s(of, "native", dp_replicate=8, grad_accum=8)
+    assert step_s(of, "native", dp_replicate=8, grad_accum=8, reduce_dtype="bf16") <= step_s(
+        of, "native", dp_replicate=8, grad_accum=8
+    )
 
 
 def test_a_faster_machine_is_never_slower(round_cluster: MakeCluster) -> None:

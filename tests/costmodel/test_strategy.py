@@ -1,5 +1,7 @@
 """Strategies: canonical forms, numerics classes and tables."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -20,7 +22,7 @@ DEGREES = st.sampled_from([1, 2, 4])
 
 @st.composite
 def strategies(draw: st.DrawFn) -> Strategy:
-    values = {name: draw(st.sampled_from(choices)) for name, choices in CHOICES.items()}
+    values: dict[str, Any] = {name: draw(st.sampled_from(choices)) for name, choices in CHOICES.items()}
     for name in ("tp", "pp", "vpp", "dp_replicate", "dp_shard", "cp", "ep", "etp", "micro_batch_size", "grad_accum"):
         values[name] = draw(DEGREES)
     for name in ("sp", "reshard_after_forward", "overlap_tp", "compile", "packing"):
