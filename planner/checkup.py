@@ -16,7 +16,8 @@ from typing import Literal
 from trainplan import __version__
 from trainplan.costmodel.cluster_config import load_cluster, local_profile_path
 from trainplan.costmodel.errors import TrainplanError
-from trainplan.planner.machine import Machine, differences, this_machine
+from trainplan.executor.measure import fingerprint
+from trainplan.planner.machine import Machine, changed, differences, this_machine
 from trainplan.planner.render.format import size
 
 State = Literal["ok", "note", "lacks"]
@@ -130,8 +131,8 @@ def check_profile(path: Path, machine: Machine, now_s: float) -> Check:
         return Check("local profile", "lacks", str(error), mend)
     days = (now_s - os.path.getmtime(path)) / 86400
     found = f"{cluster.name}, {days:.0f} days old ({path})"
-    if different := differences(cluster, machine):
-        return Check("local profile", "note", found, f"It is not of this machine: {different[0]}. {mend}")
+    if different := changed(cluster, fingerprint()) or differences(cluster, machine):
+        return Check("local profile", "note", found, f"It is stale: {different[0]}. {mend}")
     if days > STALE_DAYS:
         return Check("local profile", "note", found, f"Drivers and libraries have changed since. {mend}")
     return Check("local profile", "ok", found)

@@ -12,12 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainplan.costmodel.errors import MachineMismatchError
+from trainplan.costmodel.errors import MachineMismatchError, ProfileError
 from trainplan.costmodel.hardware import Cluster, Device
 from trainplan.costmodel.hardware_presets import gpu_names, normal
 from trainplan.costmodel.plan import Plan
+from trainplan.executor.measure import fingerprint
 
 _QUERY = ("nvidia-smi", "--query-gpu=name,memory.total,compute_cap,uuid", "--format=csv,noheader,nounits")
+GPU_FILES = ("/dev/kfd", "/dev/nvidiactl", "/dev/dxg")
+"""One of them is there where a driver is loaded: AMD's, NVIDIA's, or that of Windows' subsystem for Linux."""
 _ASK_S = 20.0  # a driver that answers later than this is not in working order
 _TORCH_ASK_S = 120.0  # a first import of torch from a cold disk takes up to a minute
 _SAME_MEMORY_FRAC = 0.1
@@ -50,11 +53,12 @@ class Machine:
     gpus: tuple[Gpu, ...]
     cores: int
     arch: str
+    processor: str
 
 
 def this_machine() -> Machine:
     """The GPUs, usable cores and processor architecture of this machine."""
-    return Machine(gpus(), usable_cores(), _arch(platform.machine()))
+    return Machine(gpus(), usable_cores(), _arch(platform.machine()), fingerprint()["processor"])
 
 
 def usable_cores() -> int:
@@ -72,7 +76,7 @@ def gpus() -> tuple[Gpu, ...]:
     text = _output(_QUERY, _ASK_S)
     if text is not None:
         return visible(parse_driver(text), os.environ)
-    if importlib.util.find_spec("torch") is None:
+    if not any(Path(file).exists() for file in GPU_FILES) or importlib.util.find_spec("torch") is None:
         return ()
     text = _output((sys.executable, "-P", "-c", _ASK_TORCH), _TORCH_ASK_S)
     try:
@@ -144,6 +148,9 @@ def differences(cluster: Cluster, machine: Machine) -> list[str]:
         found = []
         if _arch(device.arch) != machine.arch:
             found.append(f"it is for {device.arch} processors, this one is {machine.arch}")
+        measured = cluster.software.get("processor", machine.processor)
+        if measured != machine.processor:
+            found.append(f"it was measured on {measured}, this is {machine.processor}")
         if needed > machine.cores:
             found.append(f"it has {needed} CPU ranks, this machine has {machine.cores} usable cores")
         return found
@@ -169,4 +176,26 @@ def check_machine(plan: Plan, where: Path, machine: Machine) -> None:
         raise MachineMismatchError(
             f"{where} does not match this machine: {'; '.join(found)}. Run it where it was made for, or plan for this "
             "machine: `planner profile`, then `planner tune` with --cluster local."
+        )
+
+
+def changed(cluster: Cluster, now: Mapping[str, str]) -> list[str]:
+    """What of a measured cluster's software and hardware is otherwise ``now``, among what both of them name."""
+    return [
+        f"{name} was {then}, is {now[name]}"
+        for name, then in cluster.software.items()
+        if name in now and now[name] != then
+    ]
+
+
+def check_profile(cluster: Cluster) -> None:
+    """Returns if the profile of this machine still describes it.
+
+    Raises:
+        ProfileError: The machine or its software has changed since it was measured.
+    """
+    if found := changed(cluster, fingerprint()):
+        raise ProfileError(
+            f"local: the profile of this machine is stale: {'; '.join(found)}. Run `planner profile` again, or name a "
+            "cluster such as 8xH100."
         )

@@ -25,7 +25,7 @@ def profile(
     from trainplan.planner.interrupt import Interrupted
     from trainplan.planner.render.cluster import print_cluster
     from trainplan.planner.render.console import console, line
-    from trainplan.planner.render.progress import said
+    from trainplan.planner.render.progress import measuring
 
     target = local_profile_path()
     for path in (target, output):
@@ -40,8 +40,8 @@ def profile(
             f"measuring needs {error.name}, which is not installed here. Run: pip install 'trainplan[train]'"
         ) from None
     try:
-        with said() as say:
-            cluster = measure_machine(nproc, seconds, lambda what, share: say(f"{share:4.0%} {what}"))
+        with measuring() as report:
+            cluster = measure_machine(nproc, seconds, report)
     except KeyboardInterrupt:
         raise Interrupted("interrupted; the profile was left as it was. Run `planner profile` again.") from None
     save_cluster(cluster, target)

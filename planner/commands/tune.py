@@ -103,6 +103,7 @@ def tune(
     from trainplan.costmodel.model_config import load_model
     from trainplan.planner.arguments import check_values, choice, pinned
     from trainplan.planner.commands.output import check_plan_target
+    from trainplan.planner.machine import check_profile
 
     options = {
         "tp": tp, "sp": sp, "pp": pp, "vpp": vpp, "schedule": schedule, "stage_layers": stage_layers,
@@ -121,6 +122,8 @@ def tune(
     check_values(backend, values)
     pins = _pins(values, max_micro_batch, allow, memory_limit, no_recompute)
     job = Job(load_model(model), load_cluster(cluster), workload)
+    if cluster.strip().lower() == "local":
+        check_profile(job.cluster)
     _note_positions(job)
     result = _search(job, backend, pins, engine, trials, seed, study, top)
     plan = _plan(job, backend, result, context)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from pydantic import BaseModel
 from rich.console import Console
 
 from trainplan.costmodel.model import ModelSpec
@@ -74,4 +75,4 @@ def _value(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, Mapping):
         return ", ".join(f"{key}={_value(entry)}" for key, entry in value.items())
-    return ", ".join(f"{key}={_value(entry)}" for key, entry in value) if hasattr(value, "model_fields") else str(value)
+    return ", ".join(f"{key}={_value(entry)}" for key, entry in value) if isinstance(value, BaseModel) else str(value)

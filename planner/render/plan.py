@@ -66,7 +66,7 @@ def print_estimate(to: Console, plan: Plan, limit_bytes: float) -> None:
             "fullest rank",
             f"{interval(estimate.peak.device_bytes, size)}; the limit is {size(limit_bytes)}",
         ),
-        ("based on", f"{estimate.weakest_provenance} rates or better"),
+        ("based on", _based_on(estimate)),
     ]
     if estimate.price_per_1b_tokens is not None:
         rows.append(("price", f"{money(estimate.price_per_1b_tokens)} per 1B tokens"))
@@ -74,6 +74,11 @@ def print_estimate(to: Console, plan: Plan, limit_bytes: float) -> None:
         rows.append(("whole job", seconds(job_s)))
     heading(to, "Prediction (middle, 5 % to 95 %)")
     table(to, rows)
+
+
+def _based_on(estimate: Estimate) -> str:
+    weakest = estimate.weakest_provenance
+    return "measured rates" if weakest == "measured" else f"{weakest} rates, or better"
 
 
 def print_breakdown(to: Console, estimate: Estimate) -> None:

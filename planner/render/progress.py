@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING
 
 from trainplan.planner.render.console import console, is_plain
-from trainplan.planner.render.format import seconds, whole
+from trainplan.planner.render.format import percent, seconds, whole
 
 if TYPE_CHECKING:
     from trainplan.planner.search import Progress
@@ -62,11 +62,24 @@ def shown(stream: IO[str] | None = None) -> Iterator[Callable[[Progress], None]]
 
 
 @contextmanager
-def said(stream: IO[str] | None = None) -> Iterator[Callable[[str], None]]:
-    """What to call with a sentence on what is being done: one changing line on a terminal, a line each elsewhere."""
+def measuring(stream: IO[str] | None = None) -> Iterator[Callable[[str, float], None]]:
+    """What to call with what is being measured and the share done: a bar on a terminal, a line per kind elsewhere."""
     stream = sys.stderr if stream is None else stream
     if is_plain(stream):
-        yield lambda text: print(text, file=stream, flush=True)
+        last = ""
+
+        def say(what: str, share: float) -> None:
+            nonlocal last
+            kind = what.partition(" of ")[0]  # the sizes of one kind would be a line each
+            if kind != last:
+                print(f"measuring {kind} ({percent(share)} done)", file=stream, flush=True)
+            last = kind
+
+        yield say
         return
-    with console(stream).status("starting") as status:
-        yield lambda text: status.update(text)
+    from rich.progress import BarColumn, TextColumn
+    from rich.progress import Progress as Bars
+
+    with Bars(TextColumn("{task.description}"), BarColumn(), console=console(stream), transient=True) as bars:
+        task = bars.add_task("starting", total=1.0)
+        yield lambda what, share: bars.update(task, description=f"measuring {what}", completed=share)
