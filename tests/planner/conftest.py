@@ -69,6 +69,13 @@ def planner() -> Callable[..., Done]:
     return call
 
 
+@pytest.fixture(autouse=True)
+def _screen_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is no terminal has 80 columns, unless the environment of whoever runs the tests says otherwise."""
+    for name in ("COLUMNS", "FORCE_COLOR", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty working folder, with a cache of its own inside."""
