@@ -100,8 +100,15 @@ def memory_limit(job: Job) -> float:
     return job.cluster.device.memory_bytes.value
 
 
-def estimate(job: Job, backend: str, strategy: Strategy) -> Estimate:
-    """The full price of one strategy, with its interval from draws of the rates."""
+def estimate(job: Job, backend: str, strategy: Strategy, limit_bytes: float | None = None) -> Estimate:
+    """The full price of one strategy, with its interval from draws of the rates.
+
+    Args:
+        job: Model, cluster and workload.
+        backend: Whose software stack runs it.
+        strategy: Legal for the job.
+        limit_bytes: Memory a rank may use; None = all of its device.
+    """
     table = StrategyTable.from_strategies([strategy])
     priced = price(job, backend, table)
     step_s = _value(priced.step_s())
@@ -120,7 +127,7 @@ def estimate(job: Job, backend: str, strategy: Strategy) -> Estimate:
         bubble_frac=_bubble_frac(priced, strategy, step_s),
         exposed_comm_s=exposed,
         stages=tuple(stage_memory(rank, gpu) for rank in priced.memory),
-        memory_limit_bytes=memory_limit(job),
+        memory_limit_bytes=limit_bytes or memory_limit(job),
         price_per_1b_tokens=None
         if price_per_hour is None
         else 1e9 / tokens_per_s / 3600 * job.cluster.num_gpus * price_per_hour.value,

@@ -64,6 +64,8 @@ class Counts:
     infeasible: int = 0
     feasible: int = 0
     nearest: Candidate | None = None
+    refused: Strategy | None = None
+    """One strategy that was refused, to explain the rule by."""
 
     def record(self, engine: str, proven: bool) -> SearchRecord:
         return SearchRecord(
@@ -153,11 +155,8 @@ def tune(
             save_candidates(space, board.candidates, study_path)
     if not board.candidates:
         raise _nothing(space, counts)
-    return Result(
-        board.candidates,
-        counts.record(engine, engine == "enumerate"),
-        estimate(job, backend_name, board.candidates[0].strategy),
-    )
+    best = estimate(job, backend_name, board.candidates[0].strategy, pins.memory_limit_bytes)
+    return Result(board.candidates, counts.record(engine, engine == "enumerate"), best)
 
 
 def enumerate_space(space: Space, board: Board, counts: Counts, report: Callable[[Progress], None]) -> None:
@@ -184,6 +183,7 @@ def feasible_rows(space: Space, group: Group, counts: Counts) -> Filtered | None
     counts.illegal.update(refused)
     table = group.table.take(np.flatnonzero(mask))
     if not table.size:
+        counts.refused = counts.refused or group.table.row(0)
         return None
     priced = price(space.job, space.backend.name, table)
     device = np.broadcast_to(priced.device_bytes, table.shape)
@@ -230,9 +230,10 @@ def _nothing(space: Space, counts: Counts) -> Exception:
         )
     if counts.covered:
         rules = ", ".join(f"{name} {n}" for name, n in counts.illegal.most_common(4))
+        broken = space.backend.legal(space.job, counts.refused) if counts.refused else ()
         return NoPlanError(
             f"none of {counts.covered} strategies is legal on {space.backend.name} ({rules}). "
-            "Loosen the pins or change the cluster."
+            f"{broken[0].reason if broken else 'Loosen the pins or change the cluster.'}"
         )
     return UsageError(_contradiction(space))
 
@@ -246,6 +247,14 @@ def _contradiction(space: Space) -> str:
         if name in values
     }
     stated = ", ".join(f"{name} in {list(v)}" for name, v in degrees.items()) or "the space"
+    batch = job.workload.global_batch_size
+    dp = job.cluster.num_gpus
+    if not degrees and batch % dp:  # only a backend without tp, pp and cp leaves nothing then
+        near = sorted({max(dp, batch // dp * dp), (batch // dp + 1) * dp})
+        return (
+            f"global_batch_size={batch} is not divisible by the {dp} data parallel ranks that {space.backend.name} "
+            f"makes of {job.cluster.name}: ranks would train different batches. Use {' or '.join(map(str, near))}."
+        )
     return (
         f"{stated} leaves no strategy: tp*pp*cp*dp must be {job.cluster.num_gpus} ({job.cluster.name}) and "
         f"micro_batch_size*grad_accum*dp must be global_batch_size={job.workload.global_batch_size}. "

@@ -61,7 +61,7 @@ def _repriced(plan: Plan, context: typer.Context, target: Path) -> Plan:
         workload=plan.workload,
         backend=plan.backend,
         strategy=plan.strategy,
-        estimate=estimate(plan.job, plan.backend, plan.strategy),
+        estimate=estimate(plan.job, plan.backend, plan.strategy, plan.estimate.memory_limit_bytes),
         provenance=provenance(context, None),
     )
     priced.save(target)

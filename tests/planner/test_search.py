@@ -109,7 +109,9 @@ def test_numerics_classes_open_only_when_allowed() -> None:
 
 def test_a_memory_limit_below_the_device_is_kept() -> None:
     limit = 60 * 2**30
-    assert all(c.device_bytes <= limit for c in tune(job(), "native", Pins(memory_limit_bytes=limit)).candidates)
+    found = tune(job(), "native", Pins(memory_limit_bytes=limit))
+    assert all(c.device_bytes <= limit for c in found.candidates)
+    assert found.estimate.memory_limit_bytes == limit
 
 
 def test_nothing_fits() -> None:
@@ -132,9 +134,18 @@ def test_contradictory_pins_are_named(pins: Pins, words: str) -> None:
         tune(job(), "native", pins)
 
 
-def test_a_degree_that_a_backend_cannot_run_is_named() -> None:
-    with pytest.raises((UsageError, NoPlanError), match="tp"):
+def test_a_degree_that_a_backend_cannot_run_is_named_with_the_values_that_would_do() -> None:
+    with pytest.raises(NoPlanError, match=r"tp=2: native runs tp in \{1\}"):
         tune(job(), "native", Pins(values={"tp": (2,)}))
+    with pytest.raises(NoPlanError, match=r"does not divide num_heads=14 .* Use tp in \[1, 2, 7, 14\]"):
+        tune(job("Qwen/Qwen2-0.5B"), "megatron", Pins(values={"tp": (8,)}))
+
+
+def test_a_batch_that_no_micro_batch_divides_is_named_with_the_nearest_that_would_do() -> None:
+    with pytest.raises(UsageError, match=r"global_batch_size=36 is not divisible by the 8 .* Use 32 or 40"):
+        tune(job(gbs=36), "native", Pins())
+    with pytest.raises(UsageError, match="Use 8"):
+        tune(job(gbs=3), "native", Pins())
 
 
 def test_a_model_that_a_backend_does_not_train_is_refused_before_the_search() -> None:
