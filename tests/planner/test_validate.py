@@ -1,0 +1,142 @@
+"""Measurements: what a row is read as, what is skipped and why, and the figures of the report."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainplan.costmodel.errors import UsageError
+from trainplan.planner.rows import Row, Skip, interpret, read_rows
+from trainplan.planner.validate import error_figures, predict, summarise, validate_rows
+
+GPT3: dict[str, Any] = {
+    "id": "a",
+    "block": "published",
+    "model": {
+        "name": "GPT-3 175B", "layers": 96, "hidden": 12288, "heads": 96, "kv_heads": 96, "head_dim": 128, "ffn": 49152,
+        "vocab": 51200, "gated_mlp": False, "moe": None,
+    },
+    "gpu": "A100-80GB", "n_gpus": 64, "gpus_per_node": 8, "seq": 2048, "gbs": 64, "mbs": 1, "tp": 8, "sp": True,
+    "pp": 8, "vpp": 3, "dp": 1, "cp": 1, "ep": None, "etp": None, "zero_or_fsdp": "none (dp=1)",
+    "recompute": "selective attention + sequence parallel", "precision": "fp16", "framework": "Megatron-LM",
+    "task": "pretrain", "measured": {"step_time_s": 13.75},
+}  # fmt: skip
+"""Korthikanti et al. 2022, arXiv:2205.05198, table 5: 13.75 s per iteration with sequence parallelism and selective
+recompute."""
+
+
+def row(**changes: Any) -> Row:
+    content = {**GPT3, "model": dict(GPT3["model"]), "measured": dict(GPT3["measured"])}
+    for place, value in changes.items():
+        *outer, last = place.split("__")
+        target: Any = content
+        for key in outer:
+            target = target[key]
+        target[last] = value
+    return Row.model_validate(content)
+
+
+def test_a_published_row_becomes_the_run_it_describes() -> None:
+    run = interpret(row())
+    s = run.strategy
+    assert run.stack == "megatron"
+    assert (s.tp, s.pp, s.vpp, s.schedule, s.sp, s.grad_accum) == (8, 8, 3, "interleaved", True, 64)
+    assert (s.recompute, s.recompute_modules) == ("selective", ("core_attn",))
+    assert run.job.cluster.num_gpus == 64
+    layers = 96 * (12 * 12288**2 + 2 * 2 * 12288)  # weights, and the two layer norms' scale and shift
+    edges = 51200 * 12288 + 2048 * 12288 + 2 * 12288  # tied embedding, positions, last norm
+    assert run.job.model.parameters() == layers + edges
+
+
+def test_a_published_step_is_predicted_within_a_factor_of_two() -> None:
+    (result,) = predict(row())
+    assert result["metric"] == "step_time_s"
+    assert 0.5 < result["predicted"] / 13.75 < 2
+    assert result["error_frac"] == pytest.approx(result["predicted"] / 13.75 - 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"mbs": None}, "mbs is not published"),
+        ({"tp": 4}, "tp*pp*cp*dp is 32, n_gpus 64"),
+        ({"gbs": 65, "mbs": 2}, "mbs*dp does not divide gbs"),
+        ({"recompute": None}, "recompute is not published"),
+        ({"recompute": 'selective modules ["moe_act"]'}, "is not priced"),
+        ({"precision": None}, "precision is not published"),
+        ({"precision": "NVFP4"}, "is not priced"),
+        ({"gpu": "H20-96GB"}, "'H20-96GB' is not in the hardware profiles"),
+        ({"framework": "Homemade"}, "has no software stack"),
+        ({"task": "qlora"}, "adapters are not priced"),
+        ({"model__vocab": None}, "model.vocab is not published"),
+        ({"model__kv_heads": 7}, "does not divide num_heads"),
+        ({"model__extra": {"attention": "MLA"}}, "MLA is not determined"),
+        ({"extra": {"duplicate_of": "b"}}, "duplicate"),
+        ({"extra": {"exclude_from_scoring": True}}, "contradicts itself"),
+        ({"pp": 4, "dp": 2, "zero_or_fsdp": None}, "zero_or_fsdp is not published"),
+        ({"pp": 4, "dp": 2, "zero_or_fsdp": "magic"}, "not a level known"),
+        ({"vpp": 24}, "pp*vpp is more than layers"),
+    ],
+)
+def test_what_is_not_determined_is_skipped_by_name(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(Skip) as caught:
+        interpret(row(**changes))
+    assert reason in str(caught.value)
+    (result,) = predict(row(**changes))
+    assert reason in result["skipped"]
+
+
+def test_throughput_is_compared_where_no_step_time_is_published() -> None:
+    (result,) = predict(row(measured={"step_time_s": None, "tokens_per_s_per_gpu": 149.0}))
+    (step,) = predict(row())
+    assert result["metric"] == "tokens_per_s_per_gpu"
+    assert result["predicted"] == pytest.approx(64 * 2048 / 64 / step["predicted"])
+    assert result["low"] < result["predicted"] < result["high"]
+
+
+def test_memory_is_compared_with_the_number_it_is() -> None:
+    def memory(definition: str) -> dict[str, Any]:
+        (result,) = predict(row(measured={"peak_mem_gib": 60.0, "peak_mem_definition": definition}))
+        return result
+
+    allocated = memory("max over ranks of torch max_memory_allocated (GiB)")["predicted"]
+    device = memory("nvidia-smi max of first/last node, includes CUDA context")["predicted"]
+    assert allocated < device
+    assert "none of allocated" in memory("GB as published (unit and tool not defined)")["skipped"]
+
+
+def test_the_figures_of_errors_by_hand() -> None:
+    errors = [0.1, -0.2, 0.3, -0.4, 0.0]
+    assert error_figures(errors) == pytest.approx({"mape": 0.2, "median": 0.2, "p90": 0.4, "bias": -0.04})
+    assert error_figures([]) == {"mape": None, "median": None, "p90": None, "bias": None}
+
+
+def test_the_summary_counts_rows_skips_and_coverage() -> None:
+    def of(error: float, low: float, high: float) -> dict[str, Any]:
+        return {"block": "b", "metric": "m", "measured": 1.0, "low": low, "high": high, "error_frac": error}
+
+    (line,) = summarise([of(0.1, 0.9, 1.2), of(-0.3, 0.6, 0.8), {"block": "b", "metric": "m", "skipped": "why"}])
+    assert (line["rows"], line["skipped"], line["coverage"]) == (2, 1, 0.5)
+    assert line["mape"] == pytest.approx(0.2)
+
+
+def test_a_file_is_reported_whole(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(GPT3) + "\n\n" + json.dumps({**GPT3, "id": "b", "mbs": None}) + "\n")
+    report = validate_rows(path)
+    assert [r["id"] for r in report.rows] == ["a", "b"]
+    assert report.summary[0]["rows"] == report.summary[0]["skipped"] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("", "no rows"), ("{}\n", "line 1: id"), (json.dumps(GPT3) + "\n{\n", "line 2: not JSON"), ("[1]\n", "line 1")],
+)
+def test_malformed_files(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=words):
+        list(read_rows(path))
+    with pytest.raises(UsageError, match="no such file"):
+        list(read_rows(tmp_path / "missing.jsonl"))
