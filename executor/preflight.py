@@ -42,7 +42,7 @@ def check_paths(options: RunOptions) -> None:
     if options.init == "pretrained" and not any(options.model_dir.glob("*.safetensors*")):
         raise UsageError(
             f"{options.model_dir} holds no safetensors weights (model.safetensors or model.safetensors.index.json). "
-            f"Download the weights, or start from random ones with init='random'."
+            f"Download the weights, or start from random ones with --init random."
         )
     if not options.data.is_file() or options.data.stat().st_size == 0:
         what = "is empty" if options.data.is_file() else "is not a file"

@@ -54,7 +54,7 @@ def weight_files(model_dir: Path) -> list[Path]:
     mend = (
         "It has pytorch_model.bin, which can run code when it is read: save the model with safe_serialization=True."
         if pickled
-        else "Download the weights, or start from random ones with init='random'."
+        else "Download the weights, or start from random ones with --init random."
     )
     raise UsageError(f"{model_dir} holds no safetensors weights ({SINGLE} or {INDEX}). {mend}")
 
