@@ -309,4 +309,4 @@ def _kernels(stack: str) -> dict[str, Any]:
     """Megatron's fused kernels; the attention of each stack's usual setting."""
     if stack == "megatron":
         return {"attention": "flash", "fused_kernels": ("cross_entropy", "norm", "rope", "swiglu")}
-    return {"attention": "flash"} if stack in ("accelerate", "deepspeed") else {"compile": True}
+    return {"compile": True} if stack == "torchtitan" else {}

@@ -48,6 +48,7 @@ BACKEND = Backend(
     lora=False,
     values={
         "schedule": {"1f1b", "interleaved"},
+        "collective_algo": {"auto"},
         "token_budget": {0},
         "recompute_modules": {
             (),
@@ -64,7 +65,11 @@ BACKEND = Backend(
         "compile": {False},
         "attention": {"flash", "eager"},
         "fused_kernels": {("cross_entropy", "norm", "rope", "swiglu")},
+        "overlap_grad_reduce": {True},
+        "overlap_param_gather": {True},
         "prefetch_units": {1},
+        "bucket_bytes": {0},
+        "checkpoint_mode": {"sync"},
         "loader_workers": {2},
     },
     rules=(

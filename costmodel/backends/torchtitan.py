@@ -38,6 +38,8 @@ BACKEND = Backend(
         "overlap_param_gather": {True},
         "prefetch_units": {1},
         "bucket_bytes": {0},
+        "loader_workers": {0},
+        "checkpoint_mode": {"sync"},
     },
     rules=(
         *RULES,

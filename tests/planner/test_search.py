@@ -56,7 +56,7 @@ def everything(of: Job, name: str, pins: Pins) -> list[Strategy]:
         (
             "deepspeed",
             {"model": "Qwen/Qwen2.5-1.5B", "cluster": "2xH100", "gbs": 4},
-            Pins(values={"attention": ("flash",)}),
+            Pins(values={"attention": ("sdpa",)}),
         ),
     ],
 )
