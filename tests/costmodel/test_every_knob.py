@@ -49,7 +49,7 @@ BASES: dict[str, list[dict[str, Any]]] = {
     ],
     "accelerate": [{"dp_shard": 16, "sharding": "parameters", "grad_accum": 4, "recompute": "full"}],
 }
-FIXED = {
+FIXED: dict[str, dict[str, Any]] = {
     "megatron": {"attention": "flash", "fused_kernels": FUSED, "loader_workers": 2},
     "deepspeed": {"cp_method": "ulysses"},
 }
