@@ -141,7 +141,7 @@ def test_a_folder_is_no_file_to_write(planner: Callable[..., Done], small: Small
         (("Qwen/Qwen3-8B", *H100, "--lora-rank", "16"), ("native does not train LoRA",)),
         (("Qwen/Qwen3-8B", *H100, "--set", "tpp=2"), ("unknown knob 'tpp'",)),
         (("google/gemma-3-27b", *H100), ("gemma",)),
-        (("Qwen/Qwen3-8B", *H100[:4], "--global-batch-size", "7"), ("global_batch_size=7", "micro_batch_size")),
+        (("Qwen/Qwen3-8B", *H100[:4], "--global-batch-size", "7"), ("global_batch_size=7", "Use 8.")),
         (("Qwen/Qwen3-8B", *H100, "--micro-batch-size", "3"), ("micro_batch_size", "256")),
         (("Qwen/Qwen3-8B", *H100, "--attention", "cudnn"), ("--attention cudnn", "native", "{sdpa}")),
         (("Qwen/Qwen3-8B", *H100, "--backend", "accelerate", "--ep", "1,2"), ("--ep 2", "accelerate", "{1}")),
