@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -28,6 +29,10 @@ from trainplan.executor.launch import environment, torchrun
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
 SETUP_S = 120.0
 """Time that starting the processes may take beside the measuring: a cold import of torch on a slow disk."""
+END_S = 35.0
+"""How long torchrun gets to end its ranks; after 30 s it kills those that are left."""
+_WORDS = re.compile(r"(?:\[rank\d+\]: )?((?:\w+\.)*(?!ChildFailedError)\w*(?:Error|Exception)\b.*)")
+"""The last line of a rank's traceback; torchrun's own ChildFailedError only says that there was one."""
 
 
 def measure_machine(
@@ -77,37 +82,40 @@ def _processor() -> str:
 def _gpu_count() -> int:
     """GPUs that torch sees, asked in a process of its own: CUDA can't be left once initialised."""
     ask = "import torch; print(torch.cuda.device_count())"
-    answer = subprocess.run(
-        [sys.executable, "-P", "-c", ask], capture_output=True, text=True, timeout=SETUP_S, check=False
-    )
+    command = [sys.executable, "-P", "-c", ask]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=SETUP_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise ProfileError(
+            f"torch has not counted the GPUs within {SETUP_S:.0f} s. Give their number: --nproc."
+        ) from None
     return int(answer.stdout) if answer.returncode == 0 and answer.stdout.strip().isdigit() else 0
 
 
 def _run(command: list[str], ranks: int, seconds: float, log_path: Path, report: Callable[[str, float], None]) -> None:
     """Start the ranks and follow the progress lines of rank 0; ProfileError if they fail or hang."""
+    limit_s = SETUP_S + 5 * seconds
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             command, env=environment(ranks), stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
         )
         try:
-            _follow(process, report, SETUP_S + 5 * seconds)
-        except subprocess.TimeoutExpired:
-            raise ProfileError(
-                f"measuring hung: no end after {SETUP_S + 5 * seconds:.0f} s. Use fewer --nproc."
-            ) from None
+            ended = _follow(process, report, limit_s)
         finally:
-            if process.poll() is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            _end(process)  # still there only after an interruption
+    if not ended:
+        raise ProfileError(f"measuring hung: no end after {limit_s:.0f} s. Use fewer --nproc.")
     if process.returncode != 0:
-        words = [
-            line for line in log_path.read_text(encoding="utf-8", errors="replace").splitlines() if "Error" in line
-        ]
         raise ProfileError(
-            f"a measuring process ended with code {process.returncode} ({words[-1].strip() if words else 'no word'}). "
+            f"a measuring process ended with code {process.returncode} ({_last_words(log_path)}). "
             "Use fewer --nproc, or free memory, and run `planner profile` again."
         )
+
+
+def _last_words(log_path: Path) -> str:
+    """The first error that a rank wrote: those of other ranks often follow from it."""
+    found = map(_WORDS.match, log_path.read_text(encoding="utf-8", errors="replace").splitlines())
+    return next((" ".join(match[1].split())[:300] for match in found if match), "no word")
 
 
 def _cluster(of: dict[str, Any], ranks: int, source: str) -> Cluster:
@@ -155,9 +163,15 @@ def _cluster(of: dict[str, Any], ranks: int, source: str) -> Cluster:
     )
 
 
-def _follow(process: subprocess.Popen[str], report: Callable[[str, float], None], limit_s: float) -> None:
-    """Pass on ``share what`` lines until the process ends."""
-    timer = threading.Timer(limit_s, process.kill)
+def _follow(process: subprocess.Popen[str], report: Callable[[str, float], None], limit_s: float) -> bool:
+    """Pass on ``share what`` lines until the process ends by itself; False if it had to be ended after ``limit_s``."""
+    hung = threading.Event()
+
+    def give_up() -> None:
+        hung.set()
+        _end(process)
+
+    timer = threading.Timer(limit_s, give_up)
     timer.start()
     try:
         assert process.stdout is not None  # it was asked for
@@ -167,7 +181,18 @@ def _follow(process: subprocess.Popen[str], report: Callable[[str, float], None]
                 report(what, float(share))
         process.wait()
     finally:
-        hung = not timer.is_alive()
         timer.cancel()
-    if hung:
-        raise subprocess.TimeoutExpired(process.args, limit_s)
+    return not hung.is_set()
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End torchrun, which ends its ranks: they have sessions of their own, so no signal of ours reaches them."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
