@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,6 +16,9 @@ from trainplan import __version__
 
 if TYPE_CHECKING:
     from trainplan.costmodel.plan import Plan, Provenance, SearchRecord
+
+_JOURNAL = b'{"op_code":'
+"""How every line of a journal begins that Optuna 4 writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,25 +45,57 @@ def check_plan_target(path: Path) -> None:
     Raises:
         UsageError: A folder or another file is there, or the folder of ``path`` does not exist.
     """
+    _check_target(path, "plan", lambda found: {"schema_version", "strategy", "estimate"} <= _keys(found))
+
+
+def check_cluster_target(path: Path) -> None:
+    """The same for the file of a measured cluster.
+
+    Raises:
+        UsageError: As for a plan.
+    """
+    _check_target(path, "cluster", lambda found: {"device", "num_nodes", "gpus_per_node"} <= _keys(found))
+
+
+def check_study_target(path: Path) -> None:
+    """The same for the journal of a search, which is added to.
+
+    Raises:
+        UsageError: As for a plan.
+    """
+    _check_target(path, "study", _is_journal)
+
+
+def _check_target(path: Path, what: str, is_one: Callable[[Path], bool]) -> None:
     from trainplan.costmodel.errors import UsageError
 
     if path.is_dir():
-        raise UsageError(f"{path} is a folder. Give the name of a file, as in -o {path / 'plan.yaml'}.")
+        raise UsageError(f"{path} is a folder. Give the name of a file in it.")
     if not path.parent.is_dir():
         raise UsageError(f"{path}: the folder {path.parent} does not exist. Make it, or give another path.")
-    if path.exists() and not _is_plan(path):
-        raise UsageError(f"{path} exists and is no plan file, so it is left alone. Give another name with -o.")
+    if path.exists() and not is_one(path):
+        raise UsageError(f"{path} exists and is no {what} file, so it is left alone. Give another name.")
 
 
-def _is_plan(path: Path) -> bool:
+def _keys(path: Path) -> set[str]:
+    """The fields of a YAML file, none where it can't be read."""
     from trainplan.costmodel.errors import UsageError
     from trainplan.costmodel.files import read_yaml_object
 
     try:
-        content = read_yaml_object(path)
+        return set(read_yaml_object(path))
     except UsageError:
+        return set()
+
+
+def _is_journal(path: Path) -> bool:
+    """Whether a file starts as Optuna's journals do, or is still empty: a search may have been killed at its start."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(_JOURNAL)) if path.is_file() else b"-"
+    except OSError:
         return False
-    return {"schema_version", "strategy", "estimate"} <= content.keys()
+    return _JOURNAL.startswith(start)
 
 
 def plan_document(plan: Plan) -> dict[str, Any]:

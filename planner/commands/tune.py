@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -99,10 +99,11 @@ def tune(
     are free; one that is given may have several values to choose from: --tp 1,2,4.
     """
     from trainplan.costmodel.cluster_config import load_cluster
+    from trainplan.costmodel.errors import UsageError
     from trainplan.costmodel.job import Job
     from trainplan.costmodel.model_config import load_model
     from trainplan.planner.arguments import check_values, choice, pinned
-    from trainplan.planner.commands.output import check_plan_target
+    from trainplan.planner.commands.output import check_plan_target, check_study_target
     from trainplan.planner.machine import check_profile
 
     options = {
@@ -116,6 +117,10 @@ def tune(
     }  # fmt: skip
     choice(engine, "--engine", ("enumerate", "optuna"))
     check_plan_target(output)
+    if study is not None:
+        check_study_target(study)
+        if study.absolute() == output.absolute():
+            raise UsageError(f"--study and -o both name {study}. Give each a file of its own.")
     lora = (lora_rank, lora_alpha, lora_modules)
     workload = _workload(seq_len, global_batch_size, precision, lengths, train_tokens, lora)
     values = pinned(options, assign or ())
@@ -124,6 +129,7 @@ def tune(
     job = Job(load_model(model), load_cluster(cluster), workload)
     if cluster.strip().lower() == "local":
         check_profile(job.cluster)
+    _check_limit(job, pins)
     _note_positions(job)
     result = _search(job, backend, pins, engine, trials, seed, study, top)
     plan = _plan(job, backend, result, context)
@@ -172,15 +178,19 @@ def _workload(
 
 
 def _pins(
-    values: dict[str, tuple[object, ...]],
+    values: dict[str, tuple[Any, ...]],
     max_micro_batch: int | None,
     allow: str,
     memory_limit: str | None,
     no_recompute: bool,
 ) -> Pins:
+    from trainplan.costmodel.errors import UsageError
     from trainplan.planner.arguments import bytes_of, choice
     from trainplan.planner.search import Pins
 
+    asked = max(values.get("micro_batch_size", (0,)))
+    if max_micro_batch is not None and asked > max_micro_batch:
+        raise UsageError(f"--micro-batch-size {asked} contradicts --max-micro-batch {max_micro_batch}. Leave one out.")
     classes = frozenset(word.strip() for word in allow.split(",") if word.strip())
     for word in sorted(classes):
         choice(word, "--allow", ("rounding", "lossy"))
@@ -191,6 +201,22 @@ def _pins(
         memory_limit_bytes=None if memory_limit is None else bytes_of(memory_limit, "--memory-limit"),
         no_recompute=no_recompute,
     )
+
+
+def _check_limit(job: Job, pins: Pins) -> None:
+    """Returns if the memory limit is one: a plan that needs more than a device has would only fail later.
+
+    Raises:
+        UsageError: It is above what a device has.
+    """
+    from trainplan.costmodel.errors import UsageError
+    from trainplan.costmodel.step import memory_limit
+    from trainplan.planner.render.format import size
+
+    limit, has = pins.memory_limit_bytes, memory_limit(job)
+    if limit is not None and limit > has:
+        device = job.cluster.device.name
+        raise UsageError(f"--memory-limit is {size(limit)}, but {device} has {size(has)}. Give less, or leave it out.")
 
 
 def _note_positions(job: Job) -> None:
