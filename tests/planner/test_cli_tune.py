@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jsonschema
 import pytest
+import yaml
 
 from trainplan.costmodel.cluster_config import load_cluster, save_cluster
 from trainplan.costmodel.hardware import Cluster
@@ -36,6 +38,28 @@ def test_json_is_one_document_and_the_only_output(planner: Callable[..., Done], 
     assert found["candidates"][0]["strategy"] == found["plan"]["strategy"]
     search = found["search"]
     assert search["covered"] == sum(search["illegal"].values()) + search["infeasible"] + search["feasible"]
+
+
+def test_the_plan_is_what_the_published_schema_describes(
+    planner: Callable[..., Done], small: Small, folder: Path
+) -> None:
+    """Both the document on standard output and the file, as any YAML reader sees it."""
+    schema = json.loads((Path(__file__).parents[2] / "docs" / "plan.schema.json").read_text())
+    for job in (small.job, ("tune", "Qwen/Qwen3-8B", *H100, *FEW)):
+        done = planner(*job, "--json")
+        assert done.code == 0, done.err
+        jsonschema.validate(done.json["plan"], schema)
+        assert yaml.safe_load((folder / "plan.yaml").read_text()) == done.json["plan"]
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**done.json["plan"], "schema_version": "2.0"}, schema)
+
+
+def test_a_saved_plan_is_the_same_plan(planner: Callable[..., Done], small: Small, folder: Path) -> None:
+    assert planner(*small.job, "--json").code == 0
+    plan = Plan.load(folder / "plan.yaml")
+    plan.save(folder / "again.yaml")
+    assert (folder / "again.yaml").read_bytes() == (folder / "plan.yaml").read_bytes()
+    assert Plan.load(folder / "again.yaml") == plan
 
 
 def test_progress_is_lines_on_standard_error(planner: Callable[..., Done], small: Small, folder: Path) -> None:
@@ -143,6 +167,11 @@ def test_a_folder_is_no_file_to_write(planner: Callable[..., Done], small: Small
         (("google/gemma-3-27b", *H100), ("gemma",)),
         (("Qwen/Qwen3-8B", *H100[:4], "--global-batch-size", "7"), ("global_batch_size=7", "Use 8.")),
         (("Qwen/Qwen3-8B", *H100, "--micro-batch-size", "3"), ("micro_batch_size", "256")),
+        (("Qwen/Qwen3-8B", *H100, "--micro-batch-size", "2", "--grad-accum", "4"), ("global_batch_size=256",)),
+        (("Qwen/Qwen3-8B", *H100, "--max-micro-batch", "2", "--micro-batch-size", "4"), ("--max-micro-batch 2",)),
+        (("Qwen/Qwen3-8B", *H100, "--tp", "2"), ("--tp 2", "native backend runs tp in {1}", "--backend")),
+        (("Qwen/Qwen3-8B", *H100, "--backend", "megatron", "--tp", "3"), ("tp in [3]", "must be 8")),
+        (("Qwen/Qwen3-8B", *H100, "--memory-limit", "100GiB"), ("--memory-limit is 100 GiB", "H100")),
         (("Qwen/Qwen3-8B", *H100, "--attention", "cudnn"), ("--attention cudnn", "native", "{sdpa}")),
         (("Qwen/Qwen3-8B", *H100, "--backend", "accelerate", "--ep", "1,2"), ("--ep 2", "accelerate", "{1}")),
         (("Qwen/Qwen3-8B", *H100, "--recompute", "full", "--no-recompute"), ("--no-recompute", "--recompute")),
@@ -185,6 +214,16 @@ def test_nothing_that_fits_exits_3_with_the_nearest(planner: Callable[..., Done]
     assert done.code == 3
     assert "4.0 GiB" in done.err.splitlines()[-1]
     assert not (folder / "plan.yaml").exists()
+
+
+def test_a_degree_that_splits_a_head_exits_3_with_the_rule_and_what_would_do(
+    planner: Callable[..., Done], folder: Path
+) -> None:
+    """Qwen2-0.5B has 14 heads."""
+    done = planner("tune", "Qwen/Qwen2-0.5B", *H100, "--backend", "megatron", "--tp", "8", "--pp", "1")
+    assert done.code == 3
+    assert "tp=8 does not divide num_heads=14" in done.err.splitlines()[-1]
+    assert "Use tp in [1, 2, 7, 14]" in done.err.splitlines()[-1]
 
 
 def test_an_unmeasured_machine_exits_4(planner: Callable[..., Done], small: Small, folder: Path) -> None:
