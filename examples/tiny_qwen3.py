@@ -27,7 +27,7 @@ def write_corpus(path: Path, *, held_out: bool = False, max_bytes: int = 4_000_0
     """
     library = Path(sysconfig.get_path("stdlib"))
     left_out = {"test", "tests", "site-packages", "idlelib", "encodings"}  # encodings are tables, not programs
-    modules = sorted(m for m in library.rglob("*.py") if not left_out & set(m.parts))
+    modules = sorted(m for m in library.rglob("*.py") if not left_out & set(m.relative_to(library).parts))
     chosen = [m for i, m in enumerate(modules) if (i % HELD_OUT_EVERY == 0) == held_out]
     written = size = 0
     with path.open("w", encoding="utf-8") as file:
@@ -38,7 +38,7 @@ def write_corpus(path: Path, *, held_out: bool = False, max_bytes: int = 4_000_0
                 continue
             if not text.strip():
                 continue
-            size += len(text)
+            size += len(text.encode())
             if size > max_bytes:
                 break
             file.write(json.dumps({"text": text}) + "\n")
