@@ -59,9 +59,8 @@ def main() -> int:
         (OUTPUT / "lengths.json").write_text(json.dumps(lengths), encoding="utf-8")
         say(f"{parameters:,} parameters, {modules} standard library modules, {corpus.stat().st_size / 1e6:.1f} MB")
 
-    ranks = min(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     with part("measure this machine", times):
-        planner("profile", "--nproc", ranks, "--seconds", 15)
+        planner("profile", "--nproc", ranks(), "--seconds", 15)
 
     plan = OUTPUT / "plan.yaml"
     with part("plan the small model for this machine", times):
@@ -93,6 +92,14 @@ def main() -> int:
     say("times: " + ", ".join(f"{name} {seconds:.0f} s" for name, seconds in times.items()))
     say(f"{'done' if ok else 'FAILED'} in {sum(times.values()):.0f} s; all files are in {OUTPUT.relative_to(ROOT)}/")
     return 0 if ok else 1
+
+
+def ranks() -> int:
+    """Processes to train with: two where there are as many GPUs or, without a GPU, cores."""
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(2, torch.cuda.device_count() or cores)
 
 
 class part:

@@ -58,7 +58,7 @@ def make_tokenizer(corpus: Path, folder: Path) -> None:
 
 
 def make_model(folder: Path, seed: int = 0) -> int:
-    """Save a random Qwen3 of about 5 million parameters with transformers; returns how many parameters it has."""
+    """Save a random Qwen3 of about 4 million parameters with transformers; returns how many parameters it has."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -80,14 +80,17 @@ def make_model(folder: Path, seed: int = 0) -> int:
 
 
 def length_histogram(corpus: Path, folder: Path, seq_len: int) -> list[tuple[int, float]]:
-    """(length in tokens, share of documents) of a corpus, lengths rounded up to eighths of ``seq_len``."""
+    """(length in tokens, share of documents) of a corpus, lengths rounded up to eighths of ``seq_len``.
+
+    A document counts as it is trained on: with the end-of-text token behind it.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     step = max(1, seq_len // 8)
     counts: dict[int, int] = {}
     for line in corpus.open(encoding="utf-8"):
-        tokens = len(tokenizer.backend_tokenizer.encode(json.loads(line)["text"]).ids)
+        tokens = len(tokenizer.backend_tokenizer.encode(json.loads(line)["text"]).ids) + 1
         rounded = -(-tokens // step) * step
         counts[rounded] = counts.get(rounded, 0) + 1
     total = sum(counts.values())
