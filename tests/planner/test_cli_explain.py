@@ -19,7 +19,7 @@ def changed(source: Path, target: Path, change: Callable[[dict[str, Any]], objec
     """A copy of a plan file with a change that a person may have made."""
     content = yaml.safe_load(source.read_text())
     change(content)
-    target.write_text(yaml.safe_dump(content))
+    target.write_text(yaml.safe_dump(content, sort_keys=False))
     return target
 
 
@@ -54,13 +54,48 @@ def test_json_is_one_document_whose_parts_add_up(planner: Callable[..., Done], s
     assert found["plan_file"] is None
 
 
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda plan: plan["strategy"].update(recompute="full"),
+        lambda plan: plan["estimate"]["step_time_s"].update(low=1e-9, mid=1e-9),
+        lambda plan: plan["estimate"].update(mfu=0.99),
+        lambda plan: plan["workload"].update(seq_len=32),
+        lambda plan: plan["cluster"]["device"]["memory_bytes"].update(value=1e12),
+        lambda plan: plan.update(plan_hash="0" * 16),
+        lambda plan: plan.pop("plan_hash"),
+    ],
+)
+@pytest.mark.parametrize("options", [(), ("--json",)])
 def test_an_edited_plan_is_refused_and_the_way_out_named(
-    planner: Callable[..., Done], small: Small, folder: Path
+    planner: Callable[..., Done],
+    small: Small,
+    folder: Path,
+    edit: Callable[[dict[str, Any]], object],
+    options: tuple[str, ...],
 ) -> None:
-    edited = changed(small.plan, folder / "edited.yaml", lambda plan: plan["strategy"].update(recompute="full"))
-    done = planner("explain", edited)
+    done = planner("explain", changed(small.plan, folder / "edited.yaml", edit), *options)
     assert done.code == 2
+    assert "edited after it was priced" in done.error
     assert "--reprice" in done.error
+
+
+def test_a_wrong_estimate_is_mended_by_pricing_anew(planner: Callable[..., Done], small: Small, folder: Path) -> None:
+    edited = changed(small.plan, folder / "edited.yaml", lambda plan: plan["estimate"].update(mfu=0.99))
+    assert planner("explain", edited, "--reprice").code == 0
+    assert Plan.load(edited).estimate == small.loaded.estimate
+    assert Plan.load(edited).plan_hash == small.loaded.plan_hash
+
+
+def test_what_no_longer_fits_is_said(planner: Callable[..., Done], small: Small, folder: Path) -> None:
+    """A device of 1 MB, less than the 6 MB of the model's weights: 2 x 1024 x 128 of embeddings are 1 MiB alone."""
+    tiny = changed(
+        small.plan, folder / "tiny.yaml", lambda plan: plan["estimate"].update(memory_limit_bytes=float(10**6))
+    )
+    done = planner("explain", tiny, "--reprice", "--json")
+    assert (done.code, done.json["fits"]) == (0, False)
+    assert done.json["headroom_bytes"] < 0
+    assert "too much at the 95 % point" in planner("explain", tiny).out
 
 
 def test_an_edited_plan_is_priced_anew(planner: Callable[..., Done], small: Small, folder: Path) -> None:
