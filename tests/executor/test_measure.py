@@ -132,12 +132,19 @@ def waiting(folder: Path) -> str:
     return f"import os, time\nopen({path!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
 
 
-def test_a_hanging_rank_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gone: Callable[[int], bool]) -> None:
-    instead(monkeypatch, waiting(tmp_path))
-    monkeypatch.setattr(measure, "SETUP_S", 10.0)  # long enough to start on a busy machine
-    with pytest.raises(ProfileError, match="measuring hung: no end after 10 s"):
-        measure_machine(1, 0.0)
-    assert gone(int((tmp_path / "pid").read_text()))
+@pytest.mark.parametrize("trap", ["", "trap '' TERM; "], ids=["ends when asked", "must be killed"])
+def test_measuring_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trap: str) -> None:
+    """In torchrun's place a shell, whose children keep standard output open as ranks do."""
+    shell = f"{trap}echo $$ > {tmp_path}/pid; echo '0.50 something'; while :; do sleep 1; done"
+    monkeypatch.setattr(measure, "torchrun", lambda ranks, *target: ["sh", "-c", shell])
+    monkeypatch.setattr(measure, "SETUP_S", 1.5)
+    monkeypatch.setattr(measure, "END_S", 3.0)
+    seen: list[tuple[str, float]] = []
+    with pytest.raises(ProfileError, match="measuring hung: no end after 2 s"):
+        measure_machine(1, 0.0, lambda what, share: seen.append((what, share)))
+    assert seen == [("something", 0.5)]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 def test_an_interruption_ends_the_ranks(
