@@ -9,8 +9,12 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from trainplan.costmodel.backends.rules import divisors
@@ -56,15 +60,11 @@ def sample(
 
     from trainplan.planner.search import Progress
 
-    study = _open(space, path, seed)
-    for start in SEEDS if not study.trials else ():
-        study.enqueue_trial(dict(zip(COARSE, start, strict=True)), skip_if_exists=True)
+    ranges = _ranges(space)
     solved: dict[tuple[int, ...], float | None] = {}
 
     def objective(trial: optuna.Trial) -> float:
-        degrees = decode(
-            space, {name: trial.suggest_int(name, 1, high, log=True) for name, high in _ranges(space).items()}
-        )
+        degrees = decode(space, {name: trial.suggest_int(name, 1, high, log=True) for name, high in ranges.items()})
         key = tuple(degrees.values())
         if key not in solved:
             solved[key] = _solve(space, degrees, board, counts)
@@ -75,13 +75,57 @@ def sample(
             raise optuna.TrialPruned("nothing legal fits with these degrees")
         return step_s
 
+    with _interrupt_between_writes() as interrupted:
+        study = _open(space, path, seed)
+        for start in _starts(ranges) if not study.trials else ():
+            study.enqueue_trial(start, skip_if_exists=True)
+        for best in _best_degrees(
+            study
+        ):  # a resumed study is solved again there: its answer is never worse than before
+            solved[tuple(best.values())] = _solve(space, best, board, counts)
+        if not interrupted():
+            study.optimize(objective, n_trials=trials, callbacks=[lambda of, _: of.stop() if interrupted() else None])
+        _note_best(study, board.candidates)
+    if interrupted():
+        raise KeyboardInterrupt
+
+
+def _starts(ranges: dict[str, int]) -> list[dict[str, int]]:
+    """The usual starting points that lie in the ranges."""
+    starts = [dict(zip(COARSE, start, strict=True)) for start in SEEDS]
+    return [start for start in starts if all(start[name] <= high for name, high in ranges.items())]
+
+
+def _best_degrees(study: optuna.Study) -> list[dict[str, int]]:
+    """The degrees of the best finished trial, if there is one."""
     done = [trial for trial in study.trials if trial.value is not None and "degrees" in trial.user_attrs]
-    if done:  # a resumed study: its best degrees are solved again, so that the answer is never worse than before
-        best = min(done, key=lambda trial: float(trial.value or 0.0))
-        degrees = {name: int(value) for name, value in best.user_attrs["degrees"].items()}
-        solved[tuple(degrees.values())] = _solve(space, degrees, board, counts)
-    study.optimize(objective, n_trials=trials)
-    _note_best(study, board.candidates)
+    if not done:
+        return []
+    best = min(done, key=lambda trial: float(trial.value or 0.0))
+    return [{name: int(value) for name, value in best.user_attrs["degrees"].items()}]
+
+
+@contextmanager
+def _interrupt_between_writes() -> Iterator[Callable[[], bool]]:
+    """Put off a first Ctrl-C until what is under way is written: inside a write optuna loses its lock or tears the line.
+
+    Yields what tells whether one came; a second one interrupts at once. Outside the main thread nothing changes.
+    """
+    seen: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def note(number: int, _: FrameType | None) -> None:
+        seen.append(number)
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(seen)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def save_candidates(space: Space, candidates: list[Candidate], path: Path) -> None:

@@ -219,3 +219,25 @@ class TestOptuna:
         path.write_text("not a journal\n")
         with pytest.raises(UsageError, match="not a usable study"):
             tune(job(), "native", Pins(), engine="optuna", trials=1, study_path=path)
+
+    def test_ctrl_c_waits_for_the_trial_under_way(self, tmp_path: Path) -> None:
+        import signal
+
+        from optuna.storages import JournalStorage
+        from optuna.storages.journal import JournalFileBackend
+        from optuna.study import load_study
+
+        path, reports = tmp_path / "study.log", []
+
+        def interrupt(progress: Progress) -> None:
+            reports.append(progress)
+            if len(reports) == 3:
+                signal.raise_signal(signal.SIGINT)
+
+        handler = signal.getsignal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            tune(job(), "native", Pins(), engine="optuna", trials=50, study_path=path, on_progress=interrupt)
+        assert signal.getsignal(signal.SIGINT) is handler
+        trials = load_study(study_name="trainplan", storage=JournalStorage(JournalFileBackend(str(path)))).trials
+        assert sum(trial.state.is_finished() for trial in trials) == 3  # the third was finished and written
+        assert not any(trial.state.name == "RUNNING" for trial in trials)
