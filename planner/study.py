@@ -107,7 +107,7 @@ def _best_degrees(study: optuna.Study) -> list[dict[str, int]]:
 
 @contextmanager
 def _interrupt_between_writes() -> Iterator[Callable[[], bool]]:
-    """Put off a first Ctrl-C until what is under way is written: inside a write optuna loses its lock or tears the line.
+    """Put off a first Ctrl-C until what is under way is written: inside a write optuna may lose its lock or tear a line.
 
     Yields what tells whether one came; a second one interrupts at once. Outside the main thread nothing changes.
     """
