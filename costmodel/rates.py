@@ -90,8 +90,8 @@ def rates(cluster: Cluster, precision: Precision, draws: int = 0, seed: int = 0)
         )
     host = device.host_link_bytes_per_s
     memory, overhead = draw(device.memory_bytes_per_s), draw(device.op_overhead_s)
-    matmul = {p: draw(q, p == precision) for p, q in device.matmul_flops_per_s.items()}
-    attention = {p: draw(q, p == precision) for p, q in device.attention_flops_per_s.items()}
+    matmul = {p: draw(q, p == precision) for p, q in sorted(device.matmul_flops_per_s.items())}
+    attention = {p: draw(q, p == precision) for p, q in sorted(device.attention_flops_per_s.items())}
     several = cluster.num_gpus > 1
     return Rates(
         matmul=matmul,

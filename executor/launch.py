@@ -49,7 +49,7 @@ def run_plan(plan_path: Path, options: RunOptions, *, debug: bool = False) -> in
     if plan.cluster.num_nodes > 1:
         raise MachineMismatchError(
             f"the plan is for {plan.cluster.num_nodes} nodes of {plan.cluster.name}; planner run starts one machine. "
-            f"Tune for one node, or use planner export."
+            f"Tune for one node."
         )
     check_run(plan, options)
     if find_spec("torch") is None:

@@ -22,7 +22,7 @@ def check_run(plan: Plan, options: RunOptions) -> None:
     if plan.backend != NATIVE.name:
         raise UsageError(
             f"the plan is for the backend {plan.backend!r}; planner run starts native plans only. "
-            f"Use planner export, or tune with --backend native."
+            f"Tune with --backend native."
         )
     check_paths(options)
     check_model(plan.model, options.model_dir)

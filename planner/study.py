@@ -70,13 +70,14 @@ def sample(
             solved[key] = _solve(space, degrees, board, counts)
         step_s = solved[key]
         trial.set_user_attr("degrees", degrees)
-        report(Progress("sampling", trial.number + 1, trials, board.best_s))
+        report(Progress("sampling", trial.number + 1 - before, trials, board.best_s))
         if step_s is None:
             raise optuna.TrialPruned("nothing legal fits with these degrees")
         return step_s
 
     with _interrupt_between_writes() as interrupted:
         study = _open(space, path, seed)
+        before = sum(trial.state.is_finished() for trial in study.trials)
         for start in _starts(ranges) if not study.trials else ():
             study.enqueue_trial(start, skip_if_exists=True)
         for best in _best_degrees(
@@ -107,7 +108,7 @@ def _best_degrees(study: optuna.Study) -> list[dict[str, int]]:
 
 @contextmanager
 def _interrupt_between_writes() -> Iterator[Callable[[], bool]]:
-    """Put off a first Ctrl-C until what is under way is written: inside a write optuna may lose its lock or tear a line.
+    """Put off a first Ctrl-C until what goes on is written: inside a write optuna may lose its lock or tear a line.
 
     Yields what tells whether one came; a second one interrupts at once. Outside the main thread nothing changes.
     """

@@ -6,6 +6,7 @@ and the exporters read the same tables.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -75,6 +76,12 @@ class Backend:
             reasons.append(
                 ("family", f"{self.name} does not train model_type {job.model.family!r}. It trains {known}.")
             )
+        precisions = self.values.get("precision")
+        if precisions is not None and job.workload.precision not in precisions:
+            known = ", ".join(sorted(precisions))
+            reasons.append(
+                ("precision", f"{self.name} does not train in {job.workload.precision}. It trains in {known}.")
+            )
         if job.workload.lora is not None and not self.lora:
             reasons.append(
                 ("lora", f"{self.name} does not train LoRA adapters. Leave --lora out or choose another backend.")
@@ -119,4 +126,5 @@ def _shown(value: Any) -> str:
 
 def divisors(n: int) -> list[int]:
     """All divisors of n, ascending."""
-    return [d for d in range(1, n + 1) if n % d == 0]
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainplan.costmodel.backends import BACKENDS, backend
+from trainplan.costmodel.backends.rules import divisors
 from trainplan.costmodel.errors import UsageError
 from trainplan.costmodel.hardware import Cluster, Device, Link, Quantity
 from trainplan.costmodel.job import Job
@@ -157,6 +158,19 @@ def test_fp8_needs_a_gpu_that_has_it() -> None:
     of = Job(load_model("Qwen/Qwen3-8B"), cluster(8, "sm_80"), Workload(seq_len=4096, global_batch_size=32))
     assert "no fp8" in broken("megatron", of, dp_replicate=8, grad_accum=4, precision="fp8")["precision"]
     assert not broken("megatron", job(), dp_replicate=8, grad_accum=4, precision="fp8")
+
+
+def test_a_precision_that_a_backend_does_not_train_in_is_refused() -> None:
+    reasons = dict(backend("native").refusals(job(precision="fp8")))
+    assert reasons["precision"] == "native does not train in fp8. It trains in bf16, fp32."
+
+
+def test_divisors_of_a_large_number_take_no_time() -> None:
+    found = divisors(10**12)
+    assert found[:4] == [1, 2, 4, 5]
+    assert len(found) == 13 * 13  # 2^12 5^12
+    assert found == sorted(found)
+    assert divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]
 
 
 def test_an_unknown_backend_names_the_known_ones() -> None:
