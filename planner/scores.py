@@ -3,7 +3,7 @@
 A result is a mapping with ``id, block, metric`` and either ``skipped`` (a reason) or ``measured, predicted, low, high,
 error_frac``. It may add ``workload`` (equal for layouts of the same work on the same GPUs), ``control`` (what constant
 MFU predicts, up to one factor, in the metric's own unit) and, on skipped ones, ``complete`` (the row says enough, we do
-not price it). Figures are None where there is nothing to compute.
+not price it). Every figure is of results of one metric, and None where there is nothing to compute.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ COUNTED = ("rows", "skipped", "complete_skipped", "workloads")
 WORST = {"mape": max, "mape_with_skipped": max, "regret_mean": max, "regret_top3_mean": max, "tau_within": min}
 
 
-def summarise(results: Sequence[Result]) -> list[dict[str, Any]]:
+def summarise(results: Sequence[Result], calibration: Collection[str] = ()) -> list[dict[str, Any]]:
     """A line of figures per block and metric, in order of appearance.
 
-    ``mape_with_skipped`` counts a skipped result whose row is complete as an error of 100 %.
+    ``mape_with_skipped`` counts a skipped result whose row is complete as an error of 100 %. Results whose id is in
+    ``calibration`` are not scored; they set the control's factor, as they set ours.
     """
     lines = []
     for block, metric in dict.fromkeys((r["block"], r["metric"]) for r in results):
-        mine = [r for r in results if (r["block"], r["metric"]) == (block, metric)]
+        everything = [r for r in results if (r["block"], r["metric"]) == (block, metric)]
+        mine = [r for r in everything if r["id"] not in calibration]
         found = predicted(mine)
         skipped = [r for r in mine if "skipped" in r]
         errors = [float(r["error_frac"]) for r in found]
@@ -60,7 +62,7 @@ def summarise(results: Sequence[Result]) -> list[dict[str, Any]]:
                 "interval_score": interval_score(found),
                 "constant_interval_score": best_constant_width(found),
                 "half_width": half_width(found),
-                "control_mape": error_figures(constant_mfu_errors(control))["mape"],
+                "control_mape": error_figures(constant_mfu_errors(everything, calibration))["mape"],
                 "control_tau_within": control_ranking["tau_within"],
                 "control_tau": control_ranking["tau"],
                 "control_regret_mean": regret(control, by="control")["mean"],

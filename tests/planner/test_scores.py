@@ -202,6 +202,13 @@ def test_summary_of_the_control() -> None:
     assert line["control_regret_mean"] == 0.0
 
 
+def test_calibration_rows_are_not_scored_and_set_the_control() -> None:
+    rows = [result("a", 2.0, 9.0, control=1.0), result("b", 3.0, 3.3, control=1.0), skipped("c")]
+    (line,) = summarise(rows, calibration={"a", "c"})
+    assert (line["rows"], line["skipped"], line["mape"]) == (1, 0, pytest.approx(0.1))
+    assert line["control_mape"] == pytest.approx(1 / 3)  # factor 2 of row a, 2 against 3 at row b
+
+
 def test_summary_of_nothing_predicted() -> None:
     (line,) = summarise([skipped("s1"), skipped("s2")])
     counts = {"rows": 0, "skipped": 2, "complete_skipped": 0, "workloads": 0}
