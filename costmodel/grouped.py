@@ -1,0 +1,42 @@
+"""Seconds of one product per expert: a grouped matrix product over tokens that a router has sorted."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from trainplan.costmodel.gemm import GemmModel
+
+Array = npt.NDArray[np.float64]
+GROUPED_SLOWER = 1.15
+"""Over one product with the padded rows of all groups: between 0.92 (A100 PCIe) and 1.2 (B200), the medians of
+SimuMax's grouped tables over their single ones; benchmarks/gemm_accuracy.py prints them."""
+
+
+def grouped_gemm_s(
+    model: GemmModel,
+    tokens: npt.ArrayLike,
+    n: npt.ArrayLike,
+    k: npt.ArrayLike,
+    groups: npt.ArrayLike,
+    imbalance: float = 1.0,
+) -> Array:
+    """Seconds of ``groups`` products of tokens / groups rows each, run as one kernel.
+
+    Experts' tiles fill the machine together, so the waves are those of one product with all rows, each expert's rows
+    padded to whole tiles; every expert's weights are read.
+
+    Args:
+        model: Of the device's single products.
+        tokens: Rows of all groups.
+        n: Columns.
+        k: Summed length.
+        groups: Weight sets.
+        imbalance: Rows of the busiest rank's experts over the mean.
+    """
+    tokens, n, k = np.asarray(tokens, float), np.asarray(n, float), np.asarray(k, float)
+    groups = np.asarray(groups, float)
+    each = np.ceil(tokens / groups / model.group_rows) * model.group_rows
+    seconds = model.seconds(each * groups * imbalance, n, k)
+    weights = (groups - 1) * n * k * model.element_bytes / model.base.bytes_per_s
+    return np.asarray(np.maximum(GROUPED_SLOWER * seconds, weights))
