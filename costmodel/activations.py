@@ -37,19 +37,85 @@ def kept_bytes(s: Shapes, kind: LayerKind) -> Column:
     return np.asarray(np.where(s.table.chosen("recompute", "full"), boundary, np.maximum(selective, boundary)))
 
 
+def boundary_bytes(s: Shapes) -> Column:
+    """Bytes of the hidden states between two layers: what full recompute keeps, and the gradient that flows back."""
+    return np.asarray(s.element_bytes * s.norm_tokens * s.job.model.hidden_size)
+
+
+def recomputed_bytes(s: Shapes, kind: LayerKind) -> Column:
+    """Bytes that come back to life when a layer is recomputed.
+
+    An eager norm below fp32 saves an fp32 copy of its input, so what full recompute kept of it stays beside that; any
+    other norm saves the input itself.
+    """
+    copies = sum((share * (k.saved[1] > 0) for share, k in s.kernel("norm")), start=np.zeros(()))
+    twice = copies * s.table.chosen("recompute", "full") * boundary_bytes(s)
+    return np.asarray(saved_bytes(s, kind) - kept_bytes(s, kind) + twice)
+
+
+def backward_bytes(s: Shapes, kind: LayerKind) -> Column:
+    """Bytes beside the saved ones at the worst moment of a layer's backward, in its MLP.
+
+    The gradients of the layer's output and of the MLP's product are there, those of the gate's two sides have just been
+    computed, and the product itself, saved for the down projection, is gone.
+    """
+    model, e = s.job.model, s.element_bytes
+    if kind[1] == "dense":
+        width = s.tokens * np.asarray(model.ffn_hidden_size) / s.table["tp"]
+    else:
+        moe = model.moe
+        assert moe is not None  # held by ModelSpec
+        width = s.norm_tokens * moe.top_k * moe.ffn_hidden_size
+    return np.asarray(boundary_bytes(s) + e * width * (2 if model.gated_mlp else 1))
+
+
+def norm_backward_bytes(s: Shapes) -> Column:
+    """Bytes at the worst moment of the backward of a norm over the hidden size, its input among them.
+
+    Eager: six fp32 tensors (the input, its gradient so far, and the square's gradient with its two factors and their
+    product). A fused one: the input and two gradients.
+    """
+    eager = sum((share * (k.backward_launches > 2) for share, k in s.kernel("norm")), start=np.zeros(()))
+    per_value = np.where(eager, 6 * 4, 3 * s.element_bytes)
+    return np.asarray(s.norm_tokens * (s.job.model.hidden_size * per_value + 2 * STATISTIC_BYTES))
+
+
+def head_backward_bytes(s: Shapes) -> Column:
+    """Bytes of the head's product in backward: gradients of the logits, of its weight and of its input."""
+    vocab, e = s.job.model.vocab_size / s.table["tp"], s.element_bytes
+    whole = e * (s.tokens * vocab + s.job.model.hidden_size * vocab) + boundary_bytes(s)
+    return np.where((s.table["loss_chunk"] > 0) & (s.table["loss_chunk"] < s.tokens), 0, whole)
+
+
+def batch_bytes(s: Shapes) -> Column:
+    """Bytes that all layers of a micro-batch share: ids and labels, rotary tables, and what tells documents apart."""
+    job, t = s.job, s.table
+    packed = bool(job.workload.length_histogram) & t["packing"]
+    masked = packed & s.stack.masks_documents
+    numbers = np.where(packed, 8 * 4, 8 * 2)  # int64: ids and labels; document numbers and positions
+    rows = np.where(packed, s.tokens, job.workload.seq_len / t["cp"])  # every row has the same positions
+    tables = 2 * s.element_bytes * job.model.head_dim * rows * (job.model.position == "rope")
+    return np.asarray(numbers * s.tokens + tables + np.where(masked, s.tokens * job.workload.seq_len, 0))
+
+
 def edge_bytes(s: Shapes) -> Column:
     """Bytes the head saves beside the logits: the final norm and its output."""
     return np.asarray(_norm_bytes(s, s.norm_tokens, s.job.model.hidden_size) + _input_bytes(s))
 
 
 def loss_bytes(s: Shapes) -> Column:
-    """Peak bytes of logits and their gradients: a micro-batch's, or one chunk's and the fp32 weight gradient."""
-    chunk = s.table["loss_chunk"]
+    """Peak bytes of logits and their gradients: a micro-batch's, or one chunk's.
+
+    Chunked, the weight gradient is summed in fp32 and the hidden states' fills up; beside them are three copies of a
+    chunk's logits (those of the chunk before are still there), or two and the chunk's part of the weight gradient.
+    """
+    chunk, e, h = s.table["loss_chunk"], s.element_bytes, s.job.model.hidden_size
     vocab = s.job.model.vocab_size / s.table["tp"]
-    eager = s.stack.kernels(int(np.max(s.element_bytes))).logit_peak_bytes
+    eager = s.stack.kernels(int(np.max(e))).logit_peak_bytes
     whole = s.tokens * vocab * np.where(s.fused("loss"), FUSED.logit_peak_bytes, eager)
-    chunked = chunk * vocab * (2 * s.element_bytes + 8) + 4 * vocab * s.job.model.hidden_size
-    return np.where(chunk > 0, chunked, whole)
+    logits = np.maximum(12 * chunk * vocab, (4 + e) * chunk * vocab + e * vocab * h)
+    chunked = logits + 4 * vocab * h + s.tokens * (e * h + STATISTIC_BYTES)
+    return np.where((chunk > 0) & (chunk < s.tokens), chunked, whole)
 
 
 def _input_bytes(s: Shapes) -> Column:

@@ -7,13 +7,15 @@ Three numbers, never mixed: live tensors (allocated), what the allocator holds (
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property, reduce
 
 import numpy as np
 
-from trainplan.costmodel.activations import edge_bytes, kept_bytes, loss_bytes, saved_bytes
+from trainplan.costmodel.activations import edge_bytes, kept_bytes, saved_bytes
 from trainplan.costmodel.estimate import Interval, StageMemory
 from trainplan.costmodel.job import Job
 from trainplan.costmodel.layout import Layout
+from trainplan.costmodel.moments import Held, Moment, fsdp2_moments, fullest, whole_moments
 from trainplan.costmodel.orders import in_flight_peaks
 from trainplan.costmodel.stacks import Stack
 from trainplan.costmodel.strategy import Schedule, StrategyTable
@@ -28,15 +30,39 @@ FIXED_SPREAD = (0.7, 1.0, 1.4)
 
 @dataclass(frozen=True)
 class RankBytes:
-    """Bytes of one pipeline rank, each a column; ``parts`` add up to the peak of live tensors."""
+    """Bytes of one pipeline rank, each a column.
+
+    Attributes:
+        rank: Of the pipeline.
+        parameters: Weights that it keeps.
+        optimizer: Optimizer state that it keeps on the device.
+        moments: What else is alive when it may be fullest.
+        fixed: Device context and communication buffers.
+    """
 
     rank: int
-    parts: dict[str, Column]
+    parameters: Column
+    optimizer: Column
+    moments: tuple[Moment, ...]
     fixed: Column
 
     @property
+    def parts(self) -> dict[str, Column]:
+        """Bytes at its fullest moment, by what they are for."""
+        peak = fullest(self.moments)
+        return {
+            "parameters": self.parameters,
+            "gradients": peak.gradients,
+            "optimizer": self.optimizer,
+            "gathered": peak.gathered,
+            "activations": peak.activations,
+            "logits_and_workspace": peak.workspace,
+        }
+
+    @cached_property
     def allocated(self) -> Column:
-        return np.asarray(sum(self.parts.values(), start=np.zeros(())))
+        """Bytes of live tensors at their peak."""
+        return np.asarray(self.parameters + self.optimizer + reduce(np.maximum, (m.total for m in self.moments)))
 
     def reserved(self, point: int, gpu: bool) -> Column:
         """Reserved bytes at the 5 % (0), 50 % (1) or 95 % (2) point."""
@@ -74,14 +100,10 @@ def rank_bytes(
     result = []
     for rank in range(pp):
         stages = place.rank_stages(rank)
-        held = np.max(np.stack([_weighted(peak, [activations[s] for s in stages]) for peak in peaks[rank]]), axis=0)
-        state = _state(shapes, stack, place, stages)
-        transient = _transient(shapes, place, stages)
-        if num_micro_batches == 1 and stack.fsdp2:
-            # No gradient exists before the only backward; they grow as activations go, so the larger of both counts.
-            state["gradients"] = np.maximum(state["gradients"] - held - transient, 0)
-        parts = {**state, "activations": held, "logits_and_workspace": transient}
-        result.append(RankBytes(rank, parts, np.asarray(fixed)))
+        own = [activations[stage] for stage in stages]
+        in_flight = np.max(np.stack([_weighted(peak, own) for peak in peaks[rank]]), axis=0)
+        held = _held(shapes, place, stages, in_flight, num_micro_batches)
+        result.append(_rank(rank, shapes, stack, place, held, np.asarray(fixed)))
     return result
 
 
@@ -98,16 +120,6 @@ def _stage_activations(s: Shapes, place: Layout, stage: int) -> Column:
     for (kind, recomputed), count in place.counts(stage).items():
         total = total + count * (kept_bytes(s, kind) if recomputed else saved_bytes(s, kind))
     return total + edge_bytes(s) if stage == place.num_stages - 1 else total
-
-
-def _transient(s: Shapes, place: Layout, stages: list[int]) -> Column:
-    """The worst moment of a backward: the loss on the last stage, or one recomputed layer brought back to life."""
-    worst = np.zeros(())
-    for stage in stages:
-        for kind, recomputed in place.counts(stage):
-            if recomputed:
-                worst = np.maximum(worst, saved_bytes(s, kind) - kept_bytes(s, kind))
-    return np.maximum(worst, loss_bytes(s)) if place.num_stages - 1 in stages else worst
 
 
 def stage_parameters(s: Shapes, place: Layout, stages: list[int]) -> tuple[Column, Column, Column, Column]:
@@ -146,54 +158,53 @@ def _shards(t: StrategyTable) -> tuple[Column, Column]:
     return np.where(alone, 1, dense), np.where(alone, 1, np.maximum(dense * t["tp"] // (t["ep"] * t["etp"]), 1))
 
 
-def _state(s: Shapes, stack: Stack, place: Layout, stages: list[int]) -> dict[str, Column]:
-    """Parameters, gradients, optimizer state and gathered copies of a rank, each by its own sharding."""
-    t = s.table
-    layers, edge, largest, routed = stage_parameters(s, place, stages)
+def _held(s: Shapes, place: Layout, stages: list[int], in_flight: Column, num_micro_batches: int) -> Held:
+    layers, edge, _, routed = stage_parameters(s, place, stages)
+    model, t = s.job.model, s.table
     shard, expert_shard = _shards(t)
-
-    def split(level: str) -> Column:
-        """Parameters a rank keeps of what sharding splits from ``level`` on."""
-        at = t.at_least("sharding", level)
-        return np.asarray((layers + edge) / np.where(at, shard, 1) + routed / np.where(at, expert_shard, 1))
-
-    every = layers + edge + routed
-    on_host = t["optimizer_offload"]
-    if not stack.fsdp2:
-        zero = np.zeros(())
-        moved = np.where(t.at_least("sharding", "parameters"), 2 * 2 * (largest + edge), zero)
-        return {
-            "parameters": 2 * split("parameters") + zero,
-            "gradients": 4 * split("gradients") + zero,
-            "optimizer": np.where(on_host, 0, 12 * split("optimizer")),
-            "gathered": moved,
-        }
-    return _fsdp2_state(s, every, split("optimizer"), edge, largest)
-
-
-def _fsdp2_state(s: Shapes, every: Column, own: Column, edge: Column, largest: Column) -> dict[str, Column]:
-    """FSDP2 keeps its own fp32 shard of parameters, gradients and two moments at every level, and gathers beside it.
-
-    Levels below ``parameters`` keep all gathered during the step; ``none`` and ``optimizer`` accumulate unsharded
-    gradients in the reduction's type while there are several micro-batches. Alone and in fp32 nothing is gathered.
-    """
-    t, e = s.table, s.element_bytes
-    alone = (t["dp_shard"] * t["dp_replicate"] * t["cp"] == 1) & t.chosen("precision", "fp32")
-    width = np.where(t.chosen("reduce_dtype", "fp32"), 4, 2)
-    # FSDP2 starts a unit's gather n + 1 units ahead of it: one in use, n + 1 coming, and the root's unit.
-    flowing = e * ((2 + t["prefetch_units"]) * largest + edge)
-    kept = np.where(t.chosen("sharding", "parameters") & t["reshard_after_forward"], flowing, e * every)
-    unreduced = (
-        e + width
-    ) * largest + e * edge  # a unit's gradients before and in its reduction; the root's wait for the end
-    accumulates = ~t.at_least("sharding", "gradients") & (t["grad_accum"] > 1)
-    unsharded = np.where(accumulates, width * every, unreduced)
-    return {
-        "parameters": np.asarray(4 * own),
-        "gradients": np.asarray(4 * own),
-        "optimizer": np.asarray(8 * own),
-        "gathered": np.where(alone, 0, kept + unsharded),
+    kinds = dict.fromkeys(kind for stage in stages for kind in place.kinds[stage])
+    experts = model.expert_parameters() * model.moe.num_experts if model.moe else 0
+    sizes = {
+        kind: np.asarray(
+            (model.layer_parameters(*kind) - (experts if kind[1] == "moe" else 0)) / t["tp"]
+            + (experts / (t["ep"] * t["etp"]) if kind[1] == "moe" else 0)
+        )
+        for kind in kinds
     }
+    head = model.vocab_size * model.hidden_size if place.num_stages - 1 in stages else 0
+    return Held(
+        stages=stages,
+        activations=np.asarray(in_flight),
+        m=num_micro_batches,
+        layer=sizes,
+        head=np.asarray(head / t["tp"]),
+        table=np.asarray((model.vocab_size * model.hidden_size if 0 in stages else 0) / t["tp"]),
+        own=np.asarray((layers + edge) / shard + routed / expert_shard),
+        every=np.asarray(layers + edge + routed),
+        edge=np.asarray(edge),
+        shard=np.asarray(shard),
+    )
+
+
+def _rank(rank: int, s: Shapes, stack: Stack, place: Layout, held: Held, fixed: Column) -> RankBytes:
+    """FSDP2 keeps fp32 weights and moments of its own shard at every level; others shard each kind of state apart."""
+    t = s.table
+    if stack.fsdp2:
+        parameters, optimizer = 4 * held.own, 8 * held.own
+        moments = fsdp2_moments(s, place, held)
+    else:
+        layers, edge, largest, routed = stage_parameters(s, place, held.stages)
+        shard, expert_shard = _shards(t)
+
+        def split(level: str) -> Column:
+            """Parameters a rank keeps of what sharding splits from ``level`` on."""
+            at = t.at_least("sharding", level)
+            return np.asarray((layers + edge) / np.where(at, shard, 1) + routed / np.where(at, expert_shard, 1))
+
+        parameters, optimizer = 2 * split("parameters"), np.where(t["optimizer_offload"], 0, 12 * split("optimizer"))
+        moved = np.where(t.at_least("sharding", "parameters"), 2 * 2 * (largest + edge), 0)
+        moments = whole_moments(s, place, held, 4 * split("gradients"), moved)
+    return RankBytes(rank, np.asarray(parameters), np.asarray(optimizer), tuple(moments), fixed)
 
 
 def stage_memory(of: RankBytes, gpu: bool) -> StageMemory:

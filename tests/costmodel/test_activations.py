@@ -96,8 +96,10 @@ def test_the_head_saves_its_norm_and_the_log_probabilities() -> None:
 
 
 def test_logits_peak_at_three_fp32_copies_and_a_chunk_bounds_them() -> None:
+    """Chunked: a chunk's logits three times, or twice and its weight gradient; both sums; one number per token."""
     whole = loss_bytes(shapes("qwen3", "fp32", False))
     assert float(whole[0]) == 3 * 4 * ROWS * TOKENS * VOCAB
     chunked = loss_bytes(shapes("qwen3", "fp32", False, loss_chunk=16))
-    assert float(chunked[0]) == 16 * VOCAB * (4 + 4 + 4 + 4) + 4 * VOCAB * 64
+    sums = 4 * VOCAB * 64 + ROWS * TOKENS * (4 * 64 + 4)
+    assert float(chunked[0]) == max(3 * 4 * 16 * VOCAB, 2 * 4 * 16 * VOCAB + 4 * VOCAB * 64) + sums
     assert np.all(chunked < whole)

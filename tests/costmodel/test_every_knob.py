@@ -53,6 +53,9 @@ FIXED: dict[str, dict[str, Any]] = {
     "megatron": {"attention": "flash", "fused_kernels": FUSED, "loader_workers": 2},
     "deepspeed": {"cp_method": "ulysses"},
 }
+MAY_HIDE = {"prefetch_units"}
+"""Gathers hidden by computation, and a peak at the loss, where no unit is gathered ahead: the step is the same. What it
+moves where the peak is in a layer is in tests/executor/test_memory_oracle.py."""
 
 
 def values_of(field: str) -> tuple[Any, ...]:
@@ -82,6 +85,6 @@ def test_a_legal_change_of_one_knob_moves_time_or_memory(name: str) -> None:
                     continue
                 after = cost(of, name, other)
                 same = all(math.isclose(a, b, rel_tol=1e-12) for a, b in zip(before, after, strict=True))
-                assert not same, f"{field}={value!r} changes nothing of {base!r}"
+                assert not same or field in MAY_HIDE, f"{field}={value!r} changes nothing of {base!r}"
                 moved.add(field)
     assert moved
