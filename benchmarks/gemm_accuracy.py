@@ -3,8 +3,8 @@
     python benchmarks/gemm_accuracy.py [--json]
 
 Leaves one slab of each complete table out at a time (one whole k, one whole n, the smallest m, the largest m), fits
-the base and the corrections to the rest, and prints the errors on the slab. Apart: the model of a table against another
-source of the same GPU.
+the base and the corrections to the rest, and prints the errors on the slab. Scattered tables lose one shape at a time.
+Apart: the model of a table against another source of the same GPU, as it is and after one factor for the source.
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from fit_gemm import fit_base
 
-from trainplan.costmodel.gemm import ELEMENT_BYTES, forward, gemm_model, grid_correction, rows
+from trainplan.costmodel.gemm import (
+    ELEMENT_BYTES,
+    Base,
+    forward_rows,
+    gemm_model,
+    grid_correction,
+    library_of,
+    scatter_correction,
+)
 from trainplan.costmodel.hardware_presets import device
 from trainplan.profiles import read_json
 
@@ -36,7 +44,7 @@ def slabs(measured: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def held_out(name: str, precision: str, measured: np.ndarray) -> dict[str, list[float]]:
-    """Kind of slab -> absolute errors of its rows."""
+    """Kind of slab -> errors of its rows, predicted over measured less 1."""
     element = ELEMENT_BYTES[precision]
     errors: dict[str, list[float]] = {}
     for kind, out in slabs(measured):
@@ -44,51 +52,78 @@ def held_out(name: str, precision: str, measured: np.ndarray) -> dict[str, list[
         correction = grid_correction(base, element, measured[~out])
         sizes = measured[out, :3].T
         predicted = base.seconds(*sizes, element) * np.exp(correction(*sizes))
-        errors.setdefault(kind, []).extend(np.abs(predicted / measured[out, 3] - 1).tolist())
+        errors.setdefault(kind, []).extend((predicted / measured[out, 3] - 1).tolist())
+    return errors
+
+
+def one_shape_out(base: Base, precision: str, measured: np.ndarray) -> list[float]:
+    """Errors of a scattered table's rows, each without its shape among the corrections; the base has seen them."""
+    element = ELEMENT_BYTES[precision]
+    shapes, which = np.unique(measured[:, :3], axis=0, return_inverse=True)
+    errors = []
+    for i, shape in enumerate(shapes):
+        out = which.ravel() == i
+        correction = scatter_correction(base, element, measured[~out])
+        predicted = base.seconds(*shape, element) * np.exp(correction(*shape))
+        errors.extend((predicted / measured[out, 3] - 1).tolist())
     return errors
 
 
 def line(device_name: str, precision: str, what: str, errors: list[float]) -> dict[str, Any]:
     """A row of the report."""
+    absolute = np.abs(errors)
     return {
         "device": device_name, "dtype": precision, "left_out": what, "n": len(errors),
-        "median": float(np.median(errors)), "p90": float(np.quantile(errors, 0.9)), "worst": float(max(errors)),
+        "median": float(np.median(absolute)), "p90": float(np.quantile(absolute, 0.9)),
+        "worst": float(absolute.max()), "bias": float(np.median(errors)),
     }  # fmt: skip
 
 
 def report() -> list[dict[str, Any]]:
     """Every table and kind of slab, pooled figures, and the other source."""
     lines: list[dict[str, Any]] = []
-    pooled: dict[str, list[float]] = {}
+    others: list[dict[str, Any]] = []
+    pooled: dict[str, dict[str, list[float]]] = {}
     for table in read_json("measurements", "gemm.json")["tables"]:
-        name, precision = table["device"], table["dtype"]
-        if "aiconfigurator" not in table["source"]:
-            other = rows(table)[forward(table)]
-            model = gemm_model(device(name), precision, "torch")
-            if model.provenance == "measured" and name == "B200-SXM-180GB":
-                bias = model.seconds(*other[:, :3].T) / other[:, 3] - 1
-                lines.append(
-                    line(name, precision, "another source", np.abs(bias).tolist()) | {"bias": float(bias.mean())}
-                )
+        name, precision, library = table["device"], table["dtype"], library_of(table)
+        measured = forward_rows(name, precision, library)
+        if library == "torch":
+            of_device: list[float] = []
+            for kind, errors in held_out(name, precision, measured).items():
+                lines.append(line(name, precision, kind, errors))
+                of_device.extend(errors)
+                pooled.setdefault(precision, {}).setdefault(kind, []).extend(errors)
+            lines.append(line(name, precision, "all slabs", of_device))
             continue
-        for kind, errors in held_out(name, precision, rows(table)).items():
-            lines.append(line(name, precision, kind, errors))
-            pooled.setdefault(precision, []).extend(errors)
-    return lines + [line("all", precision, "all slabs", errors) for precision, errors in pooled.items()]
+        base = gemm_model(device(name), precision, library).base
+        others.append(line(name, precision, "one shape", one_shape_out(base, precision, measured)))
+        model = gemm_model(device(name), precision, "torch")
+        if model.base != base:
+            ratios = model.seconds(*measured[:, :3].T) / measured[:, 3]
+            others.append(line(name, precision, "another source", (ratios - 1).tolist()))
+            ratios = ratios / np.median(ratios)
+            outside = model.extrapolated(*measured[:, :3].T)
+            for what, of in (("on its grid", ~outside), ("beyond it", outside)):
+                others.append(line(name, precision, f"{what}, 1 factor", (ratios[of] - 1).tolist()))
+    for precision, kinds in pooled.items():
+        lines.extend(line("all", precision, kind, errors) for kind, errors in kinds.items())
+        lines.append(line("all", precision, "all slabs", [e for errors in kinds.values() for e in errors]))
+    return lines + others
 
 
 def main() -> None:
     """Print the report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true")
+    as_json = parser.parse_args().json
     lines = report()
-    if parser.parse_args().json:
+    if as_json:
         print(json.dumps(lines, indent=1))
         return
     for of in lines:
         print(
-            f"{of['device']:16} {of['dtype']:5} {of['left_out']:15} n={of['n']:5}  median {of['median']:6.1%}  "
-            f"p90 {of['p90']:6.1%}  worst {of['worst']:6.1%}" + (f"  bias {of['bias']:+.1%}" if "bias" in of else "")
+            f"{of['device']:16} {of['dtype']:5} {of['left_out']:21} n={of['n']:5}  median {of['median']:6.1%}  "
+            f"p90 {of['p90']:6.1%}  worst {of['worst']:6.1%}  bias {of['bias']:+6.1%}"
         )
 
 

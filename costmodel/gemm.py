@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from trainplan.costmodel.hardware import Device, Precision, Provenance
+from trainplan.costmodel.hardware_presets import device as device_preset
 from trainplan.profiles import read_json
 
 Array = npt.NDArray[np.float64]
 Value = npt.ArrayLike
 Library = Literal["torch", "transformer_engine"]
-TILES = ((256, 256), (256, 128), (128, 256), (128, 128), (64, 128), (128, 64), (64, 64))
+TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64))
 """Output tiles (rows, columns) that a library chooses from."""
 ELEMENT_BYTES: Mapping[str, float] = {"fp32": 4, "bf16": 2, "fp8": 1}
 PROCESSORS = {
@@ -40,16 +41,17 @@ PROCESSORS = {
 }
 """Streaming multiprocessors, from NVIDIA's architecture papers; Blackwell counts both dies."""
 SAME_DIE = {
-    "A100-SXM4-40GB": "A100-SXM4-80GB",
-    "A800-SXM4-80GB": "A100-SXM4-80GB",
-    "H100-SXM5-96GB-HBM2e": "H100-SXM5-80GB",
+    "A100-SXM4-40GB": "A100-SXM4-80GB",  # 1,555 instead of 2,039 GB/s
+    "A800-SXM4-80GB": "A100-SXM4-80GB",  # slower NVLink, nothing else
 }
-"""Parts with the processors, clocks and caches of another one; memory and links differ, which large products do not
-see. The 500 W of the 96 GB part is not the 700 W of its table."""
-FADES_OVER = np.log(4.0)
-"""Beyond the grid a correction loses 1/e over a factor of four in size: far out only the roofline is known."""
-LOCAL = 0.35
-"""Width in log size over which scattered measurements speak for a product."""
+"""Parts that use another one's table: same processors, clocks, caches and power limit. Their memory may differ: the
+base then has its bandwidth in proportion, so products bound by memory scale and products bound by arithmetic do not."""
+FADES_OVER = float(np.log(3.0))
+"""Beyond the grid a correction loses 1/e over a factor of three in size: far out only the roofline is known."""
+SCATTER_WIDTH = 0.5
+"""Width in log size over which scattered measurements speak for a product: best left-one-out of 0.2 to 1."""
+SCATTER_PRIOR = 0.2
+"""Weight of "the base is right" against the weights of measurements near by, each at most 1."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,15 @@ class Base:
 
     Attributes:
         processors: Tiles that run at a time; 0 = no tiles (a device of unknown make).
-        flops_per_s: Sustained by full waves of large tiles [FLOP/s].
+        flops_per_s: Sustained by full waves of 128 x 256 tiles [FLOP/s].
         k_ramp: Elements along k that filling and draining a tile's pipeline costs.
-        tile_penalty: Slow-down of a 128 x 128 tile against an infinite one: its operands come from the L2 cache.
-        bytes_per_s: Of traffic to memory [bytes/s].
-        fixed_s: Launch, prologue and epilogue [s].
+        tile_penalty: Slow-down of a 128 x 128 tile by the operands it fetches per FLOP, relative to none.
+        bytes_per_s: Of traffic to memory, each operand counted once [bytes/s].
+        fixed_s: Prologue and epilogue that nothing hides [s].
+        floor_s: Time between launches: a shorter product waits for the next one [s].
+        tile_power: How the penalty grows with the operands per FLOP of a tile: 1 where copies run beside the
+            arithmetic (Hopper and later), 2 where they take its issue slots (Ampere).
+        max_split: Most parts that k is split into where tiles are too few to fill the device.
         quantise_bytes_per_s: Rate at which the input is read in 2 bytes and written in 1 before an fp8 product; inf
             where the input comes quantised [bytes/s].
     """
@@ -73,37 +79,63 @@ class Base:
     tile_penalty: float
     bytes_per_s: float
     fixed_s: float
+    floor_s: float = 0.0
+    tile_power: float = 1.0
+    max_split: int = 1
     quantise_bytes_per_s: float = float("inf")
 
     def seconds(self, m: Value, n: Value, k: Value, element_bytes: float) -> Array:
-        """Waves of the best tile, or memory traffic where it takes longer (a smooth maximum), and the fixed part.
+        """max(fixed + max(arithmetic, traffic) + quantising, floor), 0 for a product without rows.
 
-        waves * 2 a b (k + ramp) / rate of one processor, with tiles a x b, waves = ceil(ceil(m/a) ceil(n/b) / SMs).
+        Arithmetic: waves * 2 a b (k / split + ramp) / rate of one processor, for the best tile a x b and split; waves
+        = ceil(split ceil(m/a) ceil(n/b) / processors); a split sum is written and read in fp32 through the cache, at
+        twice the memory's rate. Maxima are smooth: (x^4 + y^4)^(1/4), at most 19 % above the sharp ones.
         """
         m, n, k = np.asarray(m, float), np.asarray(n, float), np.asarray(k, float)
-        if self.processors:
-            each = self.flops_per_s / self.processors
-            arithmetic = np.asarray(np.inf)
-            for a, b in TILES:
-                slower = 1 + self.tile_penalty * 64 * (1 / a + 1 / b)
-                waves = np.ceil(np.ceil(m / a) * np.ceil(n / b) / self.processors)
-                arithmetic = np.minimum(arithmetic, waves * (2 * a * b / each * slower) * (k + self.k_ramp))
-        else:
-            arithmetic = 2 * m * n * k / self.flops_per_s
+        runs = m * n * k > 0
         moved = (element_bytes * (m * k + n * k) + max(element_bytes, 2) * m * n) / self.bytes_per_s
-        quantised = 3 * m * k / self.quantise_bytes_per_s
         if not self.processors:
-            return np.asarray(np.maximum(np.maximum(arithmetic, moved), np.where(m * n * k > 0, self.fixed_s, 0.0)))
-        smooth = np.sqrt(np.sqrt(arithmetic**4 + moved**4))
-        return np.asarray(np.where(m * n * k > 0, self.fixed_s + smooth + quantised, 0.0))
+            arithmetic = 2 * m * n * k / self.flops_per_s
+            return np.asarray(np.where(runs, np.maximum(np.maximum(arithmetic, moved), self.fixed_s), 0.0))
+        arithmetic = self._arithmetic_s(m, n, k)
+        seconds = self.fixed_s + _smooth_max(arithmetic, moved) + 3 * m * k / self.quantise_bytes_per_s
+        return np.asarray(np.where(runs, _smooth_max(seconds, self.floor_s), 0.0))
+
+    def _arithmetic_s(self, m: Array, n: Array, k: Array) -> Array:
+        each = self.flops_per_s / self.processors
+        best = np.asarray(np.inf)
+        for a, b in TILES:
+            tiles = np.ceil(m / a) * np.ceil(n / b)
+            slower = 1 + self.tile_penalty * (
+                _operands(a, b) ** self.tile_power - _operands(128, 256) ** self.tile_power
+            )
+            for split in range(1, self.max_split + 1):
+                waves = np.ceil(tiles * (split / self.processors))
+                seconds = waves * (k * (1 / split) + self.k_ramp) * (2 * a * b / each * slower)
+                if split > 1:
+                    seconds = seconds + split * 8 * m * n / (2 * self.bytes_per_s)
+                best = np.minimum(best, seconds)
+        return best
+
+
+def _operands(a: int, b: int) -> float:
+    """Operands that an a x b tile fetches per FLOP, relative to a 128 x 128 one."""
+    return 64 / a + 64 / b
+
+
+def _smooth_max(x: Array, y: Array | float) -> Array:
+    squares = (x * x) ** 2 + np.square(np.square(y))
+    return np.asarray(np.sqrt(np.sqrt(squares)))
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Log corrections [M, N, K] on a grid of logarithms of m, n and k."""
+    """Log corrections [M, N, K] on a grid of logarithms of m, n and k; `low` and `high` bound what was measured."""
 
     axes: tuple[Array, Array, Array]
     values: Array
+    low: Array
+    high: Array
 
     def __call__(self, m: Array, n: Array, k: Array) -> Array:
         """Interpolated linearly; outside, the edge's value, fading with the distance."""
@@ -125,39 +157,12 @@ class Grid:
         return np.asarray(total * np.exp(-outside / FADES_OVER))
 
     def covers(self, m: Array, n: Array, k: Array) -> npt.NDArray[np.bool_]:
-        """Where a product lies on or inside the grid."""
-        low, high = np.array([axis[0] for axis in self.axes]), np.array([axis[-1] for axis in self.axes])
-        return _inside((m, n, k), low, high)
-
-
-@dataclass(frozen=True)
-class Scatter:
-    """Log corrections [P] of scattered products [P, 3] (log m, n, k): their mean, and more of it near each."""
-
-    points: Array
-    values: Array
-    mean: float
-
-    def __call__(self, m: Array, n: Array, k: Array) -> Array:
-        """Kernel-weighted mean of the deviations around the common mean, which counts as one far measurement."""
-        shape = np.broadcast_shapes(m.shape, n.shape, k.shape)
-        flat = np.stack([np.broadcast_to(np.log(np.maximum(s, 1e-9)), shape).ravel() for s in (m, n, k)], axis=1)
-        distinct, back = np.unique(flat, axis=0, return_inverse=True)
-        squares = ((distinct[:, None, :] - self.points[None]) ** 2).sum(axis=2)
-        weights = np.exp(-squares / (2 * LOCAL**2))
-        local = weights @ (self.values - self.mean) / (weights.sum(axis=1) + 0.2)
-        return np.asarray((self.mean + local)[back].reshape(shape))
-
-    def covers(self, m: Array, n: Array, k: Array) -> npt.NDArray[np.bool_]:
-        """Where a product lies in the box around the measurements."""
-        return _inside((m, n, k), self.points.min(axis=0), self.points.max(axis=0))
-
-
-def _inside(sizes: tuple[Array, Array, Array], low: Array, high: Array) -> npt.NDArray[np.bool_]:
-    """Where log sizes are within limits, up to rounding."""
-    logs = [np.log(np.maximum(size, 1e-9)) for size in sizes]
-    inside = [(x >= lo - 1e-9) & (x <= hi + 1e-9) for x, lo, hi in zip(logs, low, high, strict=True)]
-    return np.asarray(inside[0] & inside[1] & inside[2])
+        """Where a product lies in the box around the measurements, up to rounding."""
+        inside = np.ones((), dtype=bool)
+        for size, low, high in zip((m, n, k), self.low, self.high, strict=True):
+            x = np.log(np.maximum(size, 1e-9))
+            inside = inside & (x >= low - 1e-9) & (x <= high + 1e-9)
+        return np.asarray(inside)
 
 
 @dataclass(frozen=True)
@@ -170,7 +175,7 @@ class GemmModel:
 
     base: Base
     element_bytes: float
-    correction: Grid | Scatter | None
+    correction: Grid | None
     provenance: Provenance
     accumulate_bytes_per_s: float
     group_rows: int = 128
@@ -200,11 +205,9 @@ class GemmModel:
         return ~self.correction.covers(m, n, k)
 
 
-EXPOSED_ACCUMULATION = 0.9
-"""Share of the extra traffic of an fp32 accumulation that shows in the time: 0.6 (grouped) to 1.0 (single products) of
-it at the sustained memory rate, between pairs of SimuMax's B200 rows that differ in nothing else."""
 GROUP_ROWS: Mapping[str, int] = {"sm_100": 256, "sm_103": 256}
 """Rows of an output tile in a grouped product by architecture, 128 elsewhere: Blackwell pairs two processors."""
+WEAKEST_FIRST: tuple[Provenance, ...] = ("datasheet", "fitted", "measured")
 
 
 def gemm_model(device: Device, precision: Precision, library: Library = "torch") -> GemmModel:
@@ -215,8 +218,9 @@ def gemm_model(device: Device, precision: Precision, library: Library = "torch")
         precision: Type of the operands.
         library: Whose table, where the device has several; without one of its own the other.
     """
-    key = (device.matmul_flops_per_s[precision].value, device.memory_bytes_per_s.value, device.op_overhead_s.value)
-    provenance = device.matmul_flops_per_s[precision].provenance
+    rate, memory = device.matmul_flops_per_s[precision], device.memory_bytes_per_s
+    provenance = min(rate.provenance, memory.provenance, key=WEAKEST_FIRST.index)
+    key = (rate.value, memory.value, device.op_overhead_s.value)
     return _model(device.name, device.arch, precision, library, *key, provenance)
 
 
@@ -225,39 +229,53 @@ def _model(
     name: str, arch: str, precision: Precision, library: Library, flops_per_s: float, bytes_per_s: float,
     overhead_s: float, provenance: Provenance,
 ) -> GemmModel:  # fmt: skip
-    element = ELEMENT_BYTES[precision]
-    accumulate = bytes_per_s / EXPOSED_ACCUMULATION
+    fits: Mapping[str, Any] = read_json("measurements", "gemm_fit.json")
+    element, group_rows = ELEMENT_BYTES[precision], GROUP_ROWS.get(arch, 128)
+    exposed = fits["exposed_accumulation"]
+    accumulate = bytes_per_s / exposed.get(name, exposed["elsewhere"])
     die = SAME_DIE.get(name, name)
-    fitted: Mapping[str, Any] = read_json("measurements", "gemm_fit.json")
-    entry = fitted.get(f"{die}/{precision}")
-    if entry is None:
-        processors = PROCESSORS.get(name, 0)
-        generic = GENERIC.get(arch) if processors else None
-        if generic is None:
-            base = Base(0, flops_per_s, 0.0, 0.0, bytes_per_s, overhead_s)
-        else:
-            # The stated rate is that of large products, which the generic ramp and penalty already slow a little.
-            base = Base(processors, flops_per_s * 1.05, *generic, bytes_per_s, overhead_s)
-        return GemmModel(base, element, None, provenance, accumulate, GROUP_ROWS.get(arch, 128))
-    base = Base(**entry["base"])
-    grid = scatter = None
-    for table in tables(die, precision):
-        if "aiconfigurator" in table["source"]:
-            grid = grid or grid_correction(base, element, rows(table))
-        else:
-            scatter = scatter or scatter_correction(base, element, rows(table), forward(table))
-    chosen = scatter if library == "transformer_engine" and scatter is not None else grid
-    return GemmModel(base, element, chosen or scatter, "measured", accumulate, GROUP_ROWS.get(arch, 128))
+    for source in (library, *LIBRARIES):
+        fit = fits["tables"].get(f"{die}/{precision}/{source}")
+        if fit is None:
+            continue
+        base, measured = Base(**fit["base"]), forward_rows(die, precision, source)
+        correct = grid_correction if source == "torch" else scatter_correction
+        correction = correct(base, element, measured)
+        if die != name:
+            memory = device_preset(name).memory_bytes_per_s.value / device_preset(die).memory_bytes_per_s.value
+            base = replace(base, bytes_per_s=base.bytes_per_s * memory)
+        return GemmModel(base, element, correction, "measured" if die == name else "fitted", accumulate, group_rows)
+    generic, processors = fits["generic"].get(arch), PROCESSORS.get(name, 0)
+    if generic is None or not processors:
+        base = Base(0, flops_per_s, 0.0, 0.0, bytes_per_s, overhead_s)
+    else:
+        # The stated rate is that of a large product, which ramp and waves already slow a little.
+        base = Base(processors, flops_per_s, bytes_per_s=bytes_per_s, **generic)
+        reached = 2 * LARGE**3 / float(base.seconds(LARGE, LARGE, LARGE, element))
+        base = replace(base, flops_per_s=flops_per_s * flops_per_s / reached)
+    return GemmModel(base, element, None, provenance, accumulate, group_rows)
 
 
-GENERIC: Mapping[str, tuple[float, float]] = {"sm_80": (135.0, 0.16), "sm_90": (105.0, 0.03), "sm_100": (5.0, 0.03)}
-"""Ramp along k and tile penalty by architecture, from the devices that have a table, for those that have none."""
+LARGE = 16384
+"""Every size of the product that has a device's stated rate."""
+LIBRARIES: tuple[Library, ...] = ("torch", "transformer_engine")
 
 
 def tables(name: str, precision: str) -> list[Mapping[str, Any]]:
     """The tables of a device, by its exact name."""
     every: list[Mapping[str, Any]] = read_json("measurements", "gemm.json")["tables"]
     return [table for table in every if (table["device"], table["dtype"]) == (name, precision)]
+
+
+def library_of(table: Mapping[str, Any]) -> Library:
+    """Whose products a table times: aiconfigurator's come from torch, SimuMax's from Transformer Engine."""
+    return "torch" if "aiconfigurator" in table["source"] else "transformer_engine"
+
+
+def forward_rows(name: str, precision: str, library: Library) -> Array:
+    """[rows, 4] of the table of a device and a library, without products that add to their output."""
+    (table,) = [table for table in tables(name, precision) if library_of(table) == library]
+    return rows(table)[forward(table)]
 
 
 def rows(table: Mapping[str, Any]) -> Array:
@@ -284,11 +302,24 @@ def grid_correction(base: Base, element_bytes: float, measured: Array) -> Grid:
     logs = np.log(measured[:, 3] / base.seconds(measured[:, 0], measured[:, 1], measured[:, 2], element_bytes))
     at = tuple(np.searchsorted(axis, measured[:, i]) for i, axis in enumerate(axes))
     values[at] = logs
-    return Grid((np.log(axes[0]), np.log(axes[1]), np.log(axes[2])), values)
+    logs_of = (np.log(axes[0]), np.log(axes[1]), np.log(axes[2]))
+    return Grid(logs_of, values, np.array([axis[0] for axis in logs_of]), np.array([axis[-1] for axis in logs_of]))
 
 
-def scatter_correction(base: Base, element_bytes: float, measured: Array, plain: npt.NDArray[np.bool_]) -> Scatter:
-    """Corrections of a table of scattered products."""
-    kept = measured[plain]
-    values = np.log(kept[:, 3] / base.seconds(kept[:, 0], kept[:, 1], kept[:, 2], element_bytes))
-    return Scatter(np.log(kept[:, :3]), values, float(np.median(values)))
+def scatter_correction(base: Base, element_bytes: float, measured: Array) -> Grid:
+    """Corrections of a table of scattered products: the mean of those near, put on a grid once for speed.
+
+    exp(-d^2 / 2 w^2) weighs a measurement at distance d in log size; the base itself counts as one more, so a product
+    far from all is left to it.
+    """
+    points = np.log(measured[:, :3])
+    logs = np.log(measured[:, 3] / base.seconds(measured[:, 0], measured[:, 1], measured[:, 2], element_bytes))
+    low, high = points.min(axis=0), points.max(axis=0)
+    # Half a width apart, two widths beyond the measurements.
+    axes = tuple(
+        np.arange(low[i] - 2 * SCATTER_WIDTH, high[i] + 2.5 * SCATTER_WIDTH, SCATTER_WIDTH / 2) for i in range(3)
+    )
+    near = [np.exp(-((axes[i][:, None] - points[:, i]) ** 2) / (2 * SCATTER_WIDTH**2)) for i in range(3)]
+    total = np.einsum("ap,bp,cp->abc", *near, optimize=True)
+    values = np.einsum("ap,bp,cp->abc", near[0] * logs, near[1], near[2], optimize=True) / (total + SCATTER_PRIOR)
+    return Grid((axes[0], axes[1], axes[2]), values, low, high)
