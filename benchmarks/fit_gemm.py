@@ -6,7 +6,8 @@ Reads profiles/measurements/gemm.json and profiles/hardware, writes profiles/mea
 
 - tables: per device, type and library the parameters of `trainplan.costmodel.gemm.Base`, and how far the base alone is
   from its table;
-- generic: per architecture the medians of those of torch, for a device without a table;
+- generic: per architecture the medians of those of torch in bf16, for a device without a table, and the share of the
+  best product's rate (matmul_flops_per_s) that full waves sustain;
 - exposed_accumulation: per device with such rows, the share of an fp32 accumulation's extra traffic that shows.
 
 Least squares of log times with a soft loss, each parameter with a physical range and a weak prior, from three fixed
@@ -117,6 +118,7 @@ def main() -> None:
     fits: dict[str, Any] = {}
     exposed: dict[str, float] = {}
     generic: dict[str, list[Base]] = {}
+    shares: dict[str, list[float]] = {}
     for table in read_json("measurements", "gemm.json")["tables"]:
         name, precision, measured = table["device"], table["dtype"], rows(table)[forward(table)]
         base = fit_base(name, precision, measured)
@@ -132,6 +134,8 @@ def main() -> None:
             exposed[name] = round(exposed_accumulation(base, name, table), 3)
         elif precision == "bf16":
             generic.setdefault(device(name).arch, []).append(base)
+            best = device(name).matmul_flops_per_s["bf16"].value
+            shares.setdefault(device(name).arch, []).append(base.flops_per_s / best)
     exposed["elsewhere"] = round(float(np.mean(list(exposed.values()))), 3)
     shared = ("k_ramp", "tile_penalty", "fixed_s", "floor_s", "tile_power", "max_split")
     by_arch = {
@@ -140,6 +144,8 @@ def main() -> None:
         }
         for arch, bases in generic.items()
     }
+    for arch, found in shares.items():
+        by_arch[arch]["share_of_best"] = round(median(found), 3)
     written = {"tables": dict(sorted(fits.items())), "generic": by_arch, "exposed_accumulation": exposed}
     OUT.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(written, indent=1))

@@ -249,15 +249,12 @@ def _model(
     if generic is None or not processors:
         base = Base(0, flops_per_s, 0.0, 0.0, bytes_per_s, overhead_s)
     else:
-        # The stated rate is that of a large product, which ramp and waves already slow a little.
-        base = Base(processors, flops_per_s, bytes_per_s=bytes_per_s, **generic)
-        reached = 2 * LARGE**3 / float(base.seconds(LARGE, LARGE, LARGE, element))
-        base = replace(base, flops_per_s=flops_per_s * flops_per_s / reached)
+        # The stated rate is the best product's; full waves of usual ones sustain a share of it.
+        shape = dict(generic)
+        base = Base(processors, flops_per_s * shape.pop("share_of_best"), bytes_per_s=bytes_per_s, **shape)
     return GemmModel(base, element, None, provenance, accumulate, group_rows)
 
 
-LARGE = 16384
-"""Every size of the product that has a device's stated rate."""
 LIBRARIES: tuple[Library, ...] = ("torch", "transformer_engine")
 
 
