@@ -95,7 +95,10 @@ def batch_bytes(s: Shapes) -> Column:
     numbers = np.where(packed, 8 * 4, 8 * 2)  # int64: ids and labels; document numbers and positions
     rows = np.where(packed, s.tokens, job.workload.seq_len / t["cp"])  # every row has the same positions
     tables = 2 * s.element_bytes * job.model.head_dim * rows * (job.model.position == "rope")
-    return np.asarray(numbers * s.tokens + tables + np.where(masked, s.tokens * job.workload.seq_len, 0))
+    kept = masked & t.chosen(
+        "recompute", "full"
+    )  # the mask, one byte per pair: only a second forward asks for it again
+    return np.asarray(numbers * s.tokens + tables + np.where(kept, s.tokens * job.workload.seq_len, 0))
 
 
 def edge_bytes(s: Shapes) -> Column:

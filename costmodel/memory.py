@@ -191,7 +191,9 @@ def _rank(rank: int, s: Shapes, stack: Stack, place: Layout, held: Held, fixed: 
     t = s.table
     if stack.fsdp2:
         parameters, optimizer = 4 * held.own, 8 * held.own
-        moments = fsdp2_moments(s, place, held)
+        moments = [*fsdp2_moments(s, place, held)]
+        if s.job.cluster.device.kind == "cpu":  # AdamW over lists of tensors: the roots of all second moments at once
+            moments.append(Moment(4 * held.own, np.zeros(()), np.zeros(()), 4 * held.own))
     else:
         layers, edge, largest, routed = stage_parameters(s, place, held.stages)
         shard, expert_shard = _shards(t)
@@ -203,7 +205,7 @@ def _rank(rank: int, s: Shapes, stack: Stack, place: Layout, held: Held, fixed: 
 
         parameters, optimizer = 2 * split("parameters"), np.where(t["optimizer_offload"], 0, 12 * split("optimizer"))
         moved = np.where(t.at_least("sharding", "parameters"), 2 * 2 * (largest + edge), 0)
-        moments = whole_moments(s, place, held, 4 * split("gradients"), moved)
+        moments = [*whole_moments(s, place, held, 4 * split("gradients"), moved)]
     return RankBytes(rank, np.asarray(parameters), np.asarray(optimizer), tuple(moments), fixed)
 
 

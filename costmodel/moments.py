@@ -150,6 +150,7 @@ def fsdp2_moments(s: Shapes, place: Layout, held: Held) -> Iterator[Moment]:
     plain = (t["dp_shard"] * t["dp_replicate"] * t["cp"] == 1) & t.chosen("precision", "fp32")  # no FSDP2 at all
     copies = np.where(plain, 0, e)  # bytes of a gathered parameter
     accumulates = np.asarray(~plain & (m > 1) & (~t.at_least("sharding", "gradients") | (t["pp"] > 1)))
+    in_place = (m > 1) & (plain | (accumulates & (e == width)))  # gradients are added where they are, one at a time
     frees = t.chosen("sharding", "parameters") & t["reshard_after_forward"]
     keeps_on = ~t.chosen("sharding", "parameters") | (t["pp"] > 1)  # parameters, from micro-batch to micro-batch
     buffers = np.where(held.shard > 1, t["prefetch_units"], 0)
@@ -167,7 +168,7 @@ def fsdp2_moments(s: Shapes, place: Layout, held: Held) -> Iterator[Moment]:
     left = np.where(plain | accumulates, 0, width * held.edge) if m > 1 else zero
     tied = s.job.model.tie_word_embeddings
     # A tied weight's gradient from the head waits for the one from the look-up before it is added to any other.
-    head_gradient = e * held.head if tied else np.where(plain & (m > 1), 0, e * held.head)
+    head_gradient = e * held.head if tied else np.where(in_place, 0, e * held.head)
 
     def gathered(units: Column, coming: Column) -> Column:
         """With so many parameters of units at hand and ``coming`` units in buffers."""
@@ -192,14 +193,16 @@ def fsdp2_moments(s: Shapes, place: Layout, held: Held) -> Iterator[Moment]:
             done = (n - j) / max(n, 1)
             layers = held.every - held.edge
             below = layers * (j / max(n, 1))
-            weight = np.where(plain & (m > 1), 0, e * _last_product(s, kind))
+            weight = np.where(in_place, 0, e * _last_product(s, kind))
             # In the last micro-batch, what is behind is reduced.
             reduced = summed * (held.own - held.edge / held.shard) * done
             this = np.select(
-                [plain, accumulates],
-                [0 if m > 1 else 4 * layers * done, reduced - width * layers * done],
-                0 if m > 1 else reduced,
+                [plain, accumulates], [0 if m > 1 else 4 * layers * done, reduced - width * layers * done], reduced
             )
+            if (
+                m > 1
+            ):  # reduced shards are added to those before; the replicas' sum takes the place of their partial one
+                this = np.where(plain | accumulates, this, reduced * (1 - 4 / summed) * (4 / width))
             gradients = before + this + head_gradient
             reducing = np.where(plain, 0, width * unit) if j < n else left
             at_hand = gathered(np.where(frees, unit, below), np.where(frees, np.minimum(buffers, j - 1), 0))
@@ -218,7 +221,7 @@ def fsdp2_moments(s: Shapes, place: Layout, held: Held) -> Iterator[Moment]:
                 )
             # All gradients of the unit, at its first norm; the buffer of the last reduction is still there.
             at_hand = gathered(np.where(frees, unit, below), np.where(frees, np.minimum(buffers, j - 1), 0))
-            whole = np.where(plain & (m > 1), 0, e * unit)
+            whole = np.where(in_place, 0, e * unit)
             yield Moment(gradients + whole, at_hand + reducing, saved_after, batch + flowing + norm_backward_bytes(s))
             # The reduction of this unit: its gradients are copied into its input, then it is summed into shards.
             own_gradient = np.where(accumulates, 0, e * unit)
