@@ -33,7 +33,7 @@ def check(quantity: Quantity | None, value: float, provenance: str) -> None:
 
 def test_there_are_19_gpus_and_each_is_whole() -> None:
     devices = preset_devices()
-    assert len(devices) == len({name for name, _, _ in devices}) == 19
+    assert len(devices) == len({name for name, _, _ in devices}) == 22
     for name, preset, facts in devices:
         assert preset.name == facts["name"] == name
         precisions = {"bf16", "fp32"} | ({"fp8"} if facts["peak_dense_tflops"]["fp8"] else set())
