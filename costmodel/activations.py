@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from trainplan.costmodel.kernel_sets import FUSED, traffic
 from trainplan.costmodel.model import AttentionKind, MlpKind
-from trainplan.costmodel.stacks import FUSED, traffic
 from trainplan.costmodel.work import Column, Shapes
 
 LayerKind = tuple[AttentionKind, MlpKind]

@@ -57,14 +57,41 @@ def _ring_latency(g: Group, rates: Rates) -> Value:
     return np.where(g.spans, inside + g.domains * rates.scale_out.latency, (g.n - 1) * rates.scale_up.latency)
 
 
-def all_gather_s(total_bytes: Column, g: Group, rates: Rates) -> Column:
-    """Seconds to give every rank the ``total_bytes`` that are spread over them; the same for reduce-scatter.
+RAMP_BYTES = 8e6
+"""Message over which a network ring reaches half its bandwidth: an all-reduce over two nodes of eight H100 on
+GPUDirect-TCPXO reaches half of its largest bus bandwidth near 16 MB and nine tenths near 128 MB (lessizzmore's
+a3-mega table), latency taken off."""
 
-    t = latency around the ring + (S / B) (n - 1) / n. Source: nccl-tests, doc/PERFORMANCE.md, AllGather.
+
+def _ramp(message_bytes: Column, g: Group, rates: Rates) -> Value:
+    """Slow-down of a network ring by the size of its message; only where the inside is measured by size, too."""
+    if rates.curves is None:
+        return 1.0
+    return np.where(g.spans, 1 + RAMP_BYTES / np.maximum(message_bytes, 1.0), 1.0)
+
+
+def _measured(operation: str, moved: Column, g: Group, rates: Rates, modelled: Column) -> Column:
+    """The measured curve for groups inside one scale-up domain, where there is one; else what the model says."""
+    if rates.curves is None or np.all(g.spans):
+        return modelled
+    inside = rates.curves.seconds(operation, moved, np.where(g.spans, 1, g.n)) * rates.scale_up.slower
+    return np.asarray(np.where(g.spans, modelled, inside))
+
+
+def all_gather_s(total_bytes: Column, g: Group, rates: Rates, operation: str = "all_gather") -> Column:
+    """Seconds to give every rank the ``total_bytes`` that are spread over them.
+
+    t = latency around the ring + (S / B) (n - 1) / n across domains or without a measured curve. Source: nccl-tests,
+    doc/PERFORMANCE.md, AllGather.
     """
     S, B = total_bytes, _bus(g, "all_gather", rates)
-    t = np.asarray(_ring_latency(g, rates) + S / B * (g.n - 1) / g.n)
-    return np.where(g.n > 1, t, 0.0)
+    t = np.asarray(_ring_latency(g, rates) + S / B * (g.n - 1) / g.n * _ramp(S, g, rates))
+    return np.where(g.n > 1, _measured(operation, S, g, rates, t), 0.0)
+
+
+def reduce_scatter_s(total_bytes: Column, g: Group, rates: Rates) -> Column:
+    """Seconds to sum ``total_bytes`` over the ranks and leave each its part: the traffic of an all-gather."""
+    return all_gather_s(total_bytes, g, rates, "reduce_scatter")
 
 
 def all_reduce_s(message_bytes: Column, g: Group, rates: Rates, algo: Column | int = AUTO) -> Column:
@@ -76,7 +103,7 @@ def all_reduce_s(message_bytes: Column, g: Group, rates: Rates, algo: Column | i
     doc/PERFORMANCE.md; Sanders, Speck, Traeff 2009 (two-tree).
     """
     S = message_bytes
-    traffic = S / _bus(g, "all_reduce", rates) * 2 * (g.n - 1) / g.n
+    traffic = S / _bus(g, "all_reduce", rates) * 2 * (g.n - 1) / g.n * _ramp(S, g, rates)
     ring = 2 * _ring_latency(g, rates) + traffic
     depth = np.where(
         g.spans,
@@ -86,10 +113,14 @@ def all_reduce_s(message_bytes: Column, g: Group, rates: Rates, algo: Column | i
     tree = 2 * depth + traffic
     inside = Group(g.local, g.local)
     between = np.maximum(g.domains - 1, 0)
-    outside = 2 * between * rates.scale_out.latency + S / g.local / rates.scale_out.all_reduce * 2 * between / g.domains
+    ramp = _ramp(S / g.local, g, rates)
+    outside = (
+        2 * between * rates.scale_out.latency
+        + S / g.local / rates.scale_out.all_reduce * 2 * between / g.domains * ramp
+    )
     hierarchical = np.maximum(2 * all_gather_s(S, inside, rates), np.where(g.spans, outside, 0.0))
     chosen = np.asarray(algo)
-    fastest = np.minimum(ring, np.minimum(tree, hierarchical))
+    fastest = _measured("all_reduce", S, g, rates, np.minimum(ring, np.minimum(tree, hierarchical)))
     t = np.select([chosen == RING, chosen == TREE, chosen == HIERARCHICAL], [ring, tree, hierarchical], fastest)
     return np.where(g.n > 1, t, 0.0)
 
@@ -106,6 +137,7 @@ def all_to_all_s(send_bytes: Column, g: Group, rates: Rates) -> Column:
         send_bytes * (g.n - g.local) / g.n / rates.scale_out.all_to_all + rates.scale_out.latency * (g.domains - 1),
         0.0,
     )
+    inside = _measured("all_to_all", np.asarray(send_bytes), g, rates, inside)
     return np.where(g.n > 1, np.maximum(inside, outside), 0.0)
 
 

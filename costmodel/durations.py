@@ -121,6 +121,37 @@ def _works(unit: Unit, recomputed: bool) -> dict[Work, Column]:
     }
 
 
+def _exposed(units: Units, gathers: Column, reduces: Column) -> Column:
+    """Seconds after the last backward of data-parallel communication that is not overlapped: gradients, parameters."""
+    return np.where(units.overlaps_reduce, 0.0, reduces) + np.where(units.overlaps_gather, 0.0, gathers)
+
+
+def _slowed(work: dict[Work, Column], units: Units, key: Key | ChainKey) -> dict[Work, Column]:
+    """A unit's work with its computation stretched while communication runs beside it.
+
+    Communication takes memory bandwidth and processors from the kernels it overlaps: each second of it that a
+    computation can hide costs that computation `Units.contention` of a second. What runs once per step is spread over
+    the micro-batches. Applied to durations before they are played, so a step stays monotone in each.
+    """
+    gather = np.where(units.overlaps_gather, work[Work.GATHER], 0.0)
+    reduce = np.where(units.overlaps_reduce, work[Work.REDUCE], 0.0)
+    beside_forward = gather if key.gather in ("micro_batch", "forward") else gather / key.num_micro_batches
+    beside_backward = (gather if key.gather == "micro_batch" else 0.0) + (
+        reduce if key.reduce == "micro_batch" else reduce / key.num_micro_batches
+    )
+    slower = {
+        Work.FORWARD: units.contention * np.minimum(work[Work.FORWARD], beside_forward),
+        Work.WEIGHT_GRAD: units.contention * np.minimum(work[Work.BACKWARD], beside_backward),
+    }
+    return work | {
+        Work.FORWARD: work[Work.FORWARD] + slower[Work.FORWARD],
+        Work.WEIGHT_GRAD: work[Work.WEIGHT_GRAD] + slower[Work.WEIGHT_GRAD],
+        Work.BACKWARD: work[Work.BACKWARD] + slower[Work.WEIGHT_GRAD],
+        Work.GATHER: gather,
+        Work.REDUCE: reduce,
+    }
+
+
 def _chain(key: ChainKey, place: Layout, units: Units, own: Column) -> Durations:
     """FSDP's root unit holds the embedding and the head: their traffic runs where the embedding is."""
     kinds, layers = _chain_kinds(place)
@@ -132,6 +163,12 @@ def _chain(key: ChainKey, place: Layout, units: Units, own: Column) -> Durations
     for work in (Work.GATHER, Work.REDUCE):
         pieces[0][work] = pieces[0][work] + pieces[-1][work]
         pieces[-1][work] = np.zeros(())
+    counts = [1, *(kinds.count(FIRST_LAYER + i) for i in range(len(layers))), 1]
+    gathers, reduces = (
+        np.asarray(sum((n * piece[work] for n, piece in zip(counts, pieces, strict=True)), start=np.zeros(())))
+        for work in (Work.GATHER, Work.REDUCE)
+    )
+    pieces = [_slowed(piece, units, key) for piece in pieces]
     seconds = {work: _stack_last([piece[work] for piece in pieces]) for work in pieces[0]}
     seconds[Work.GATHER_FORWARD] = seconds[Work.GATHER]
     # The root stays gathered between forward and backward.
@@ -140,7 +177,8 @@ def _chain(key: ChainKey, place: Layout, units: Units, own: Column) -> Durations
     seconds[Work.GATHER_BACKWARD] = again
     share = np.zeros(len(pieces))
     share[EMBEDDING] = 1.0  # one optimizer step for all, at the end
-    seconds[Work.FINISH] = np.asarray(own * units.optimizer_per_parameter)[..., None] * share
+    finish = own * units.optimizer_per_parameter + _exposed(units, gathers, reduces) + units.step_host_s
+    seconds[Work.FINISH] = np.asarray(finish)[..., None] * share
     parts = _sum_parts(
         [
             (_unit_parts(units.embedding, False), 1),
@@ -176,9 +214,17 @@ def _pipeline(key: Key, place: Layout, units: Units, own: list[Column]) -> Durat
             }
         )
         parts.append(_sum_parts([(_unit_parts(unit, again), count) for unit, again, count in pieces]))
+    last = place.num_stages // key.pp  # stages of a rank; what a rank does once is shared among them
+    finish = [
+        count * units.optimizer_per_parameter
+        + _exposed(units, stage[Work.GATHER], stage[Work.REDUCE])
+        + units.step_host_s / last
+        for count, stage in zip(own, stages, strict=True)
+    ]
+    stages = [_slowed(stage, units, key) for stage in stages]
     seconds = {work: _stack_last([stage[work] for stage in stages]) for work in stages[0]}
     seconds[Work.GATHER_FORWARD] = seconds[Work.GATHER_BACKWARD] = seconds[Work.GATHER]
     seconds[Work.SEND_FORWARD] = seconds[Work.SEND_BACKWARD] = np.asarray(units.send)[..., None]
-    seconds[Work.FINISH] = _stack_last([count * units.optimizer_per_parameter for count in own])
+    seconds[Work.FINISH] = _stack_last(finish)
     side_by_side = {name: _stack_last([stage[name] for stage in parts]) for name in parts[0]}
     return Durations(build(key), seconds, side_by_side, place.ranks)

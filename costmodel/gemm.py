@@ -165,7 +165,7 @@ class Grid:
         return np.asarray(inside)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared by identity: `gemm_model` returns one object per device, type and library
 class GemmModel:
     """Seconds of y[m, n] = x[m, k] w[k, n] on one device in one type.
 
@@ -196,6 +196,11 @@ class GemmModel:
         if accumulate_fp32:
             seconds = seconds + (8 - 2) * m * n / self.accumulate_bytes_per_s
         return seconds
+
+    @functools.lru_cache(maxsize=2**16)  # noqa: B019 - models are as few as devices and live as long as the process
+    def one(self, m: float, n: float, k: float, accumulate_fp32: bool) -> float:
+        """`seconds` of a single product, remembered: many strategies share their shapes."""
+        return float(self.seconds(m, n, k, accumulate_fp32))
 
     def extrapolated(self, m: Value, n: Value, k: Value) -> npt.NDArray[np.bool_]:
         """Where no table covers the product."""

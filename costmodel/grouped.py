@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 
@@ -40,3 +42,27 @@ def grouped_gemm_s(
     seconds = model.seconds(each * groups * imbalance, n, k)
     weights = (groups - 1) * n * k * model.element_bytes / model.base.bytes_per_s
     return np.asarray(np.maximum(GROUPED_SLOWER * seconds, weights))
+
+
+def grouped_weight_grad_s(
+    model: GemmModel,
+    tokens: npt.ArrayLike,
+    n: npt.ArrayLike,
+    k: npt.ArrayLike,
+    groups: npt.ArrayLike,
+    accumulates: bool,
+) -> Array:
+    """Seconds of the weight gradients [k, n] of ``groups`` experts in one kernel: single products, launched once.
+
+    Args:
+        model: Of the device's single products.
+        tokens: Rows of all groups, the summed length of the products.
+        n: Columns of a gradient.
+        k: Rows of a gradient.
+        groups: Weight sets.
+        accumulates: The gradients are added to fp32 ones.
+    """
+    groups = np.asarray(groups, float)
+    alone = replace(model, base=replace(model.base, fixed_s=0.0, floor_s=0.0))
+    each = alone.seconds(k, n, np.asarray(tokens, float) / groups, accumulate_fp32=accumulates)
+    return np.asarray(groups * each + model.base.fixed_s + model.base.floor_s)

@@ -6,12 +6,14 @@ Calibration narrows it. The same draws price every strategy, so differences betw
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from trainplan.costmodel.errors import ProfileError
 from trainplan.costmodel.hardware import Cluster, Link, Precision, Provenance, Quantity
+from trainplan.costmodel.hardware_presets import gpu_facts, scale_up_link
+from trainplan.costmodel.link_curves import LinkCurves, link_curves
 
 Value = np.ndarray | float
 DRAWS = 64
@@ -32,6 +34,27 @@ class LinkRates:
     all_to_all: Value
     p2p: Value
     latency: Value
+    slower: Value = 1.0
+    """Ratio of seconds to those of measured curves."""
+
+
+@dataclass(frozen=True)
+class Multipliers:
+    """Ratios of seconds to the stated ones by kind of work; floats, or arrays [draws, 1]."""
+
+    matmul: Value = 1.0
+    attention: Value = 1.0
+    memory: Value = 1.0
+    scale_up: Value = 1.0
+    scale_out: Value = 1.0
+    host: Value = 1.0
+    step: Value = 1.0
+    contention: Value = 1.0
+
+
+CONTENTION = 0.3
+"""Share of a second that a second of communication costs the computation beside it. A prior: NCCL's kernels hold 16 to
+24 of about 132 processors and move every byte through memory twice."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +75,30 @@ class Rates:
     scale_up_domain: int
     sequential_issue: bool
     weakest: Provenance
+    host: Value = 1.0
+    step: Value = 1.0
+    contention: Value = CONTENTION
+    curves: LinkCurves | None = None
+    """Measured times of collectives inside a scale-up domain, where its links are the preset's."""
+
+    def slowed(self, by: Multipliers) -> Rates:
+        """The rates of a cluster whose work takes ``by`` times as long."""
+        return replace(
+            self,
+            matmul={precision: rate / by.matmul for precision, rate in self.matmul.items()},
+            attention={precision: rate / by.attention for precision, rate in self.attention.items()},
+            memory=self.memory / by.memory,
+            scale_up=_slower(self.scale_up, by.scale_up),
+            scale_out=_slower(self.scale_out, by.scale_out),
+            host=self.host * by.host,
+            step=self.step * by.step,
+            contention=self.contention * by.contention,
+        )
+
+
+def _slower(link: LinkRates, by: Value) -> LinkRates:
+    values = {name: getattr(link, name) / by for name in ("all_reduce", "all_gather", "all_to_all", "p2p")}
+    return replace(link, **values, latency=link.latency * by, slower=link.slower * by)
 
 
 def rates(cluster: Cluster, precision: Precision, draws: int = 0, seed: int = 0) -> Rates:
@@ -79,7 +126,7 @@ def rates(cluster: Cluster, precision: Precision, draws: int = 0, seed: int = 0)
         collectives = ("all_reduce_bytes_per_s", "all_gather_bytes_per_s", "all_to_all_bytes_per_s")
         bus = [draw(getattr(of, name), note) for name in collectives]
         p2p = draw(of.p2p_bytes_per_s, False)  # matters to pipelines only
-        return LinkRates(bus[0], bus[1], bus[2], p2p, latency)
+        return LinkRates(bus[0], bus[1], bus[2], p2p, latency, of.all_reduce_bytes_per_s.value / bus[0])
 
     missing = [p for p in (precision,) if p not in device.matmul_flops_per_s or p not in device.attention_flops_per_s]
     if missing:
@@ -104,4 +151,13 @@ def rates(cluster: Cluster, precision: Precision, draws: int = 0, seed: int = 0)
         scale_up_domain=cluster.scale_up_domain,
         sequential_issue=device.kind == "cpu",
         weakest=max(used, key=ORDER.index),
+        curves=_curves(cluster),
     )
+
+
+def _curves(cluster: Cluster) -> LinkCurves | None:
+    """The curves of the device's links, unless the cluster states links of its own (measured on the user's machine)."""
+    name = cluster.device.name
+    if name not in gpu_facts() or cluster.scale_up != scale_up_link(name):
+        return None
+    return link_curves(name)

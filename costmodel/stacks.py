@@ -1,71 +1,26 @@
-"""The software a strategy runs on: how many bytes its kernels move and save, and in which types it keeps its state.
+"""The software a strategy runs on: which kernels, which attention, what overlaps, and how it keeps its state.
 
-A `Stack` belongs to a framework (and whether it compiles), never to a model or a measurement. Counts are per element
-of the tensor a kernel works on, for an element of ``e`` bytes.
+A `Stack` belongs to a framework, a range of its versions and documented flags, never to a model or a measurement.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
 
-import numpy as np
-
-
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """Traffic of a memory-bound operation per element: ``a * e + b`` bytes, e = bytes of the compute type.
-
-    ``saved`` is what stays alive for the backward pass, the output not counted (whoever reads it counts it).
-    """
-
-    forward: tuple[float, float]
-    backward: tuple[float, float]
-    saved: tuple[float, float]
-    forward_launches: int
-    backward_launches: int
-
-
-@dataclass(frozen=True, slots=True)
-class KernelSet:
-    """The memory-bound operations of a decoder layer and of the loss.
-
-    ``logit_peak_bytes``: bytes per logit alive at the worst moment of the loss. Eager: the saved log-softmax, the
-    gradient of the negative log-likelihood and that of the log-softmax, fp32 each.
-    """
-
-    norm: Kernel
-    rope: Kernel
-    glu: Kernel
-    residual: Kernel
-    loss: Kernel
-    logit_peak_bytes: int
-
-
-EAGER_BF16 = KernelSet(
-    # x.float(), pow, mean, mul by rsqrt, cast, mul by weight: the formula of transformers' RMSNorm, one kernel each.
-    norm=Kernel((5, 26), (7, 48), (1, 4), 7, 14),
-    rope=Kernel((10, 0), (12, 0), (0, 0), 5, 6),
-    glu=Kernel((5, 0), (9, 0), (3, 0), 2, 3),
-    residual=Kernel((3, 0), (3, 0), (0, 0), 1, 1),
-    loss=Kernel((1, 12), (1, 16), (0, 4), 3, 3),
-    logit_peak_bytes=12,
+from trainplan.costmodel.kernel_sets import (
+    COMPOSER_GPT,
+    EAGER_BF16,
+    EAGER_FP32,
+    FUSED,
+    MEGATRON_GPT,
+    KernelSet,
 )
-EAGER_FP32 = KernelSet(
-    norm=Kernel((7, 0), (14, 0), (2, 0), 5, 11),
-    rope=EAGER_BF16.rope,
-    glu=EAGER_BF16.glu,
-    residual=EAGER_BF16.residual,
-    loss=Kernel((3, 0), (4, 0), (1, 0), 2, 2),
-    logit_peak_bytes=12,
-)
-FUSED = KernelSet(
-    norm=Kernel((2, 0), (3, 0), (1, 0), 1, 2),
-    rope=Kernel((2, 0), (2, 0), (0, 0), 1, 1),
-    glu=Kernel((3, 0), (5, 0), (2, 0), 1, 1),
-    residual=Kernel((3, 0), (3, 0), (0, 0), 1, 1),
-    loss=Kernel((1, 0), (2, 0), (0, 4), 1, 1),
-    logit_peak_bytes=6,
-)
+
+AttentionKernel = Literal["flash1", "flash2", "flash3", "cudnn"]
+TORCH_ATTENTION: Mapping[str, AttentionKernel] = {"sdpa": "flash2", "flash": "flash2", "cudnn": "cudnn"}
+"""What each choice of `Strategy.attention` runs on a GPU under PyTorch's dispatcher and flash-attn 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +34,19 @@ class Stack:
         masks_documents: Documents of a packed row are told apart by a mask over the whole square; otherwise attention
             skips what it may not read.
         rendezvous_p2p: Pipeline neighbours meet to exchange (PyTorch's 1F1B); otherwise sends run on their own.
+        attention: `Strategy.attention` -> kernel; "eager" is always unfused.
+        fuses_projections: One product for q, k and v, and one for gate and up.
+        accumulates_fp32: The weight gradient's product adds to an fp32 buffer (Megatron's accumulation fusion).
+        gemm_library: Whose measured products apply where a device has several tables.
+        stops_early: Recomputation ends before the last product of a layer, whose output nobody needs (PyTorch's
+            non-reentrant checkpoint).
+        shard_broadcast_s: Host time per shard where updated parameters return from sharded optimizers by one broadcast
+            per rank instead of an all-gather [s].
+        host_launch_s: Host time per kernel launched on a GPU [s].
+        micro_batch_host_s: Host time per micro-batch that the device waits for: handing the batch to the
+            tensor-parallel ranks, building masks and positions, reading the loss back [s].
+        step_host_s: Host time per optimizer step that nothing hides: loader, loss read-back, logging [s].
         comm_buffer_bytes: Communication library buffers of a process [bytes].
-        host_launch_s: Host time per kernel launch on a GPU [s].
         context_bytes: Device context and loaded libraries of a process [bytes].
     """
 
@@ -90,9 +56,18 @@ class Stack:
     fsdp2: bool
     masks_documents: bool
     rendezvous_p2p: bool
+    attention: Mapping[str, AttentionKernel] = field(default_factory=lambda: TORCH_ATTENTION)
+    fuses_projections: bool = False
+    accumulates_fp32: bool = False
+    gemm_library: Literal["torch", "transformer_engine"] = "torch"
+    stops_early: bool = False
+    shard_broadcast_s: float = 0.0
     host_launch_s: float = 8e-6
-    """Python and framework time per kernel launched on a GPU. Measured published step times of small models imply 8 us
-    for Megatron and 14 us for Hugging Face modules with adapters (fits over published rows, see docs/cost-model.md)."""
+    micro_batch_host_s: float = 0.0
+    step_host_s: float = 0.0
+    optimizer_traffic_bytes: float = 7 * 4 + 4 + 8
+    """Per parameter and step: AdamW reads p, g, m, v and writes p, m, v in fp32; the gradient norm reads once and
+    scaling reads and writes."""
     comm_buffer_bytes: float = 342e6
     """342 to 392 MB by group size: ai-dynamo/aiconfigurator, system files, nccl_mem."""
     context_bytes: float = 0.6e9
@@ -106,15 +81,48 @@ class Stack:
 STACKS: dict[str, Stack] = {
     stack.name: stack
     for stack in (
-        Stack("native", EAGER_BF16, EAGER_FP32, fsdp2=True, masks_documents=True, rendezvous_p2p=True),
+        Stack(
+            "native", EAGER_BF16, EAGER_FP32, fsdp2=True, masks_documents=True, rendezvous_p2p=True, stops_early=True,
+        ),
         Stack("torchtitan", EAGER_BF16, EAGER_FP32, fsdp2=True, masks_documents=False, rendezvous_p2p=True),
         Stack("accelerate", EAGER_BF16, EAGER_FP32, fsdp2=True, masks_documents=False, rendezvous_p2p=False),
         Stack("deepspeed", EAGER_BF16, EAGER_FP32, fsdp2=False, masks_documents=False, rendezvous_p2p=False),
-        Stack("megatron", FUSED, FUSED, fsdp2=False, masks_documents=False, rendezvous_p2p=False),
+        Stack(
+            "megatron", FUSED, FUSED, fsdp2=False, masks_documents=False, rendezvous_p2p=False,
+            fuses_projections=True, accumulates_fp32=True, gemm_library="transformer_engine",
+            optimizer_traffic_bytes=7 * 4 + 12 + 2,
+        ),
+        Stack(
+            "megatron-lm-2022", MEGATRON_GPT, FUSED, fsdp2=False, masks_documents=False, rendezvous_p2p=False,
+            fuses_projections=True, accumulates_fp32=True,
+        ),
+        Stack(  # gradients are added to fp32 ones by kernels of their own
+            "megatron-deepspeed-fused", MEGATRON_GPT, FUSED, fsdp2=False, masks_documents=False, rendezvous_p2p=False,
+            fuses_projections=True, accumulates_fp32=True,
+        ),
+        Stack(
+            "megatron-deepspeed", MEGATRON_GPT, FUSED, fsdp2=False, masks_documents=False,
+            rendezvous_p2p=False, fuses_projections=True, host_launch_s=72e-6, micro_batch_host_s=1.2e-3,
+        ),
+        Stack(
+            "llm-foundry", COMPOSER_GPT, EAGER_FP32, fsdp2=True, masks_documents=False, rendezvous_p2p=False,
+            fuses_projections=True, attention={"sdpa": "flash1", "flash": "flash1"}, stops_early=True,
+        ),
+        Stack(
+            "internevo", FUSED, FUSED, fsdp2=False, masks_documents=False, rendezvous_p2p=False,
+            fuses_projections=True, shard_broadcast_s=2.8e-3,
+        ),
+        Stack(  # pure bf16, SGD: reads p and g, writes p
+            "hf-sgd", EAGER_BF16, EAGER_FP32, fsdp2=True, masks_documents=False, rendezvous_p2p=False,
+            optimizer_traffic_bytes=6, attention={"sdpa": "flash1", "flash": "flash2", "cudnn": "cudnn"},
+        ),
+        Stack(
+            "hf-peft", EAGER_BF16, EAGER_FP32, fsdp2=False, masks_documents=False, rendezvous_p2p=False,
+            host_launch_s=26e-6,
+        ),
+        Stack(  # hooks around every module fetch and release its parameters from Python
+            "hf-deepspeed-zero3", EAGER_BF16, EAGER_FP32, fsdp2=False, masks_documents=False, rendezvous_p2p=False,
+            host_launch_s=90e-6,
+        ),
     )
-}
-
-
-def traffic(counts: tuple[float, float], element_bytes: np.ndarray | float) -> np.ndarray:
-    """Bytes per element: a * e + b."""
-    return np.asarray(counts[0] * np.asarray(element_bytes) + counts[1])
+}  # fmt: skip

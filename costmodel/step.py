@@ -13,6 +13,7 @@ import numpy as np
 
 from trainplan.costmodel.durations import COMPUTE_PARTS, INLINE_PARTS, Durations, durations
 from trainplan.costmodel.estimate import Estimate, Interval
+from trainplan.costmodel.factors import DIES, scopes, shipped
 from trainplan.costmodel.graph import Work
 from trainplan.costmodel.job import Job
 from trainplan.costmodel.layout import Layout, layout
@@ -84,15 +85,33 @@ def price(job: Job, backend: str, table: StrategyTable, of: Rates | None = None)
         job: Model, cluster and workload.
         backend: Whose software stack runs it.
         table: The strategies, legal for the job.
-        of: Rates to use; None = the cluster's stated ones.
+        of: Rates to use; None = `assumed_rates`.
     """
     stack = STACKS[backend]
     first = table.row(0)
     place = layout(job, first)
-    units = unit_seconds(job, stack, table, of or rates(job.cluster, job.workload.precision))
+    units = unit_seconds(job, stack, table, of or assumed_rates(job, stack, first))
     shapes = Shapes(job, table, stack)
     own = [own_parameters(shapes, place, [stage]) for stage in range(place.num_stages)]
     return Priced(job, stack, table, place, durations(first, stack, place, units, own))
+
+
+def assumed_rates(job: Job, stack: Stack, strategy: Strategy, draws: int = 0) -> Rates:
+    """The rates of a cluster as training sees them: the stated ones, slowed by the factors that published runs gave.
+
+    A GPU's factors apply where its numbers are the presets'; a machine that was measured, and a CPU, state their own.
+
+    Args:
+        job: Model, cluster and workload.
+        stack: The software.
+        strategy: Any one of those to price: factors depend on its precision and attention.
+        draws: 0 = the most probable rates; else as many draws, [draws, 1] each.
+    """
+    stated = rates(job.cluster, job.workload.precision, draws)
+    device = job.cluster.device
+    if device.kind == "cpu" or device.name not in DIES:
+        return stated
+    return stated.slowed(shipped().at(scopes(job.cluster, stack, strategy), draws))
 
 
 def memory_limit(job: Job) -> float:
@@ -137,7 +156,7 @@ def estimate(job: Job, backend: str, strategy: Strategy, limit_bytes: float | No
 
 def _interval(job: Job, backend: str, table: StrategyTable, mid: float) -> Interval:
     """5 and 95 % points over draws of the rates and of what the formulas leave out."""
-    drawn = price(job, backend, table, rates(job.cluster, job.workload.precision, draws=DRAWS)).step_s()
+    drawn = price(job, backend, table, assumed_rates(job, STACKS[backend], table.row(0), DRAWS)).step_s()
     noise = np.exp(RESIDUAL_LOG_SD * np.random.default_rng(1).standard_normal(drawn.shape))
     low, high = np.quantile(drawn * noise, [0.05, 0.95])
     return Interval(low=min(float(low), mid), mid=mid, high=max(float(high), mid))

@@ -14,8 +14,9 @@ from typing import Literal
 import numpy as np
 
 from trainplan.costmodel.job import Job
+from trainplan.costmodel.kernel_sets import FUSED, Kernel, KernelSet, traffic
 from trainplan.costmodel.model import AttentionKind, MlpKind
-from trainplan.costmodel.stacks import FUSED, Kernel, KernelSet, Stack, traffic
+from trainplan.costmodel.stacks import Stack
 from trainplan.costmodel.strategy import StrategyTable
 from trainplan.costmodel.workload import Workload
 
@@ -29,8 +30,49 @@ LINEAR_CHUNK = 64
 
 
 @dataclass(frozen=True, slots=True)
+class Product:
+    """A matrix product m x k by k x n; ``groups`` products share the m rows between them (experts).
+
+    ``accumulates``: the result is added to an fp32 gradient in memory.
+    """
+
+    m: Column
+    n: Column
+    k: Column
+    groups: Column | float = 1.0
+    accumulates: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Mixer:
+    """One pass of fused attention: sequences, heads, query and key length, widths, and how far back a token reads."""
+
+    batch: Column
+    heads: Column
+    kv_heads: Column
+    q_len: Column
+    kv_len: Column
+    qk_width: int
+    v_width: int
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
-    """One operation in one phase. ``part``: what selective recompute may repeat, core_attn, layernorm, mlp or other."""
+    """One operation in one phase.
+
+    Attributes:
+        name: What it is.
+        phase: forward, input_grad or weight_grad.
+        unit: What bounds it.
+        flops: Of all launches together.
+        bytes: Moved by all launches together.
+        launches: Kernels.
+        part: What selective recompute may repeat: core_attn, layernorm, mlp or other.
+        shape: Of a matrix product or fused attention.
+        share: In which rows it runs, 0 or 1.
+        eager: A memory-bound kernel that is one of a chain of unfused ones.
+    """
 
     name: str
     phase: Phase
@@ -39,6 +81,9 @@ class Work:
     bytes: Column
     launches: Column | int
     part: str = "other"
+    shape: Product | Mixer | None = None
+    share: Column | float = 1.0
+    eager: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,7 +137,14 @@ class Shapes:
         }
 
 
-_FUSED_NAMES = {"norm": "norm", "rope": "rope", "glu": "swiglu", "residual": "norm", "loss": "cross_entropy"}
+_FUSED_NAMES = {
+    "norm": "norm",
+    "rope": "rope",
+    "glu": "swiglu",
+    "gelu": "swiglu",
+    "residual": "norm",
+    "loss": "cross_entropy",
+}
 
 
 def attended_causal(length: float, window: int | None) -> float:
@@ -109,20 +161,75 @@ def attended(workload: Workload, window: int | None) -> float:
 
 
 def _gemm(
-    s: Shapes, name: str, m: Column, n: Column, k: Column, part: str = "other", frozen: bool = False
+    s: Shapes, name: str, m: Column, n: Column, k: Column, part: str = "other", groups: Column | float = 1.0
 ) -> Iterator[Work]:
-    """M x k by k x n, and its input and weight gradients: 2 m n k FLOP each, operands and result moved once."""
-    moved = s.element_bytes * (m * k + k * n + m * n)
-    for phase in PHASES[: 2 if frozen else 3]:
-        yield Work(name, phase, "matmul", 2 * m * n * k, moved, 1, part)
+    """M x k by k x n, and its input and weight gradients: 2 m n k FLOP each, operands and result moved once.
+
+    Under LoRA the weight is frozen: it has no gradient, and the adapter beside a target module has two small ones.
+    """
+    e, flops = s.element_bytes, 2 * m * n * k
+    moved = e * (m * k + groups * k * n + m * n)
+    lora = s.job.workload.lora
+    yield Work(name, "forward", "matmul", flops, moved, 1, part, Product(m, n, k, groups))
+    yield Work(name, "input_grad", "matmul", flops, moved, 1, part, Product(m, k, n, groups))
+    if lora is None:
+        accumulates = s.stack.accumulates_fp32
+        added = np.where(accumulates, (8 - e) * groups * k * n, 0)
+        shape = Product(k * groups, n, m / groups, groups, accumulates)
+        yield Work(name, "weight_grad", "matmul", flops, moved + added, 1, part, shape)
+    elif name in lora.target_modules or (name in FUSED_TARGETS and set(FUSED_TARGETS[name]) & set(lora.target_modules)):
+        yield from _adapter(s, m, n, k, part, lora.rank)
+    if lora is not None and lora.base_dtype == "int4" and name != "lm_head":
+        for phase in PHASES[:2]:
+            moved = DEQUANTISE_BYTES * groups * k * n
+            yield Work("dequantise", phase, "memory", np.zeros(()), moved, 6, part, eager=True)
+
+
+DEQUANTISE_BYTES = 17
+"""Per weight, from int4 to bf16 by torch's operators: shift (0.5 + 4), cast (4 + 1), mask (2), zeros (2), scale (3)."""
+FUSED_TARGETS = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "mlp_up": ("gate_proj", "up_proj"),
+    "mlp_down": ("down_proj",),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""A fused projection -> the Hugging Face modules it stands for."""
+
+
+def _adapter(s: Shapes, m: Column, n: Column, k: Column, part: str, rank: int) -> Iterator[Work]:
+    """A low-rank adapter: x A B added to the output, with dropout on its input as PEFT runs it."""
+    e, r = s.element_bytes, np.asarray(rank)
+    for name, rows, columns in (("lora_a", r, k), ("lora_b", n, r)):
+        flops, moved = 2 * m * rows * columns, e * (m * columns + rows * columns + m * rows)
+        yield Work(name, "forward", "matmul", flops, moved, 1, part, Product(m, rows, columns))
+        yield Work(name, "input_grad", "matmul", flops, moved, 1, part, Product(m, columns, rows))
+        yield Work(name, "weight_grad", "matmul", flops, moved, 1, part, Product(columns, rows, m))
+    none = np.zeros(())
+    # Dropout of the input (read, write, mask), scaling and addition to the output; backward the same and a sum.
+    yield Work("lora", "forward", "memory", none, (2 * e + 1) * m * k + 5 * e * m * n, 4, part, eager=True)
+    yield Work("lora", "input_grad", "memory", none, (5 * e + 1) * m * k + 2 * e * m * n, 4, part, eager=True)
 
 
 def _pointwise(s: Shapes, kernel: str, elements: Column, part: str = "other") -> Iterator[Work]:
     e, none = s.element_bytes, np.zeros(())
     for share, k in s.kernel(kernel):
         forward, backward = traffic(k.forward, e) * elements, traffic(k.backward, e) * elements
-        yield Work(kernel, "forward", "memory", none, share * forward, share * k.forward_launches, part)
-        yield Work(kernel, "input_grad", "memory", none, share * backward, share * k.backward_launches, part)
+        eager = k.forward_launches > 1
+        yield Work(
+            kernel, "forward", "memory", none, share * forward, share * k.forward_launches, part, None, share, eager
+        )
+        yield Work(
+            kernel,
+            "input_grad",
+            "memory",
+            none,
+            share * backward,
+            share * k.backward_launches,
+            part,
+            None,
+            share,
+            eager,
+        )
 
 
 def attention_work(s: Shapes, kind: AttentionKind) -> Iterator[Work]:
@@ -137,42 +244,85 @@ def attention_work(s: Shapes, kind: AttentionKind) -> Iterator[Work]:
 
 def _grouped_query_attention(s: Shapes, kind: AttentionKind) -> Iterator[Work]:
     model, t = s.job.model, s.table
-    heads = model.num_heads * model.head_dim / t["tp"]
-    kv = np.maximum(model.num_kv_heads / t["tp"], 1) * model.head_dim
+    heads = model.num_heads / t["tp"]
+    kv_heads = np.maximum(model.num_kv_heads / t["tp"], 1)
+    width, kv = heads * model.head_dim, kv_heads * model.head_dim
     h, gate = np.asarray(model.hidden_size), 2 if model.attn_output_gate else 1
-    for name, width in (("q_proj", heads * gate), ("k_proj", kv), ("v_proj", kv)):
-        yield from _gemm(s, name, s.tokens, width, h)
+    if s.stack.fuses_projections:
+        yield from _gemm(s, "qkv_proj", s.tokens, width * gate + 2 * kv, h)
+    else:
+        for name, n in (("q_proj", width * gate), ("k_proj", kv), ("v_proj", kv)):
+            yield from _gemm(s, name, s.tokens, n, h)
     if model.qk_norm:
-        yield from _pointwise(s, "norm", s.tokens * heads, "layernorm")
+        yield from _pointwise(s, "norm", s.tokens * width, "layernorm")
         yield from _pointwise(s, "norm", s.tokens * kv, "layernorm")
     if model.position == "rope":
-        yield from _pointwise(s, "rope", s.tokens * heads * model.partial_rotary_factor)
+        yield from _pointwise(s, "rope", s.tokens * width * model.partial_rotary_factor)
         yield from _pointwise(s, "rope", s.tokens * kv * model.partial_rotary_factor)
     window = model.sliding_window if kind == "sliding" else None
-    yield from _core_attention(s, heads, 2 * heads, 2 * (heads + kv), window)
-    yield from _gemm(s, "o_proj", s.tokens, h, heads)
+    yield from _core_attention(s, heads, kv_heads, model.head_dim, model.head_dim, window)
+    yield from _gemm(s, "o_proj", s.tokens, h, width)
 
 
 def _core_attention(
-    s: Shapes, score_width: Column, product_width: Column, moved: Column, window: int | None
+    s: Shapes, heads: Column, kv_heads: Column, qk_width: int, v_width: int, window: int | None
 ) -> Iterator[Work]:
     """softmax(q k^T) v: 2 T c (width of q k + width of v) FLOP for c attended positions per token.
 
-    Eager attention computes the whole square and moves the fp32 scores about five times; a packed row does the whole
-    square too where the stack masks instead of skipping.
+    Fused attention keeps the scores on chip. Eager attention computes the whole square as batched products and moves
+    the scores through memory. A packed row does the whole square too where the stack masks instead of skipping.
     """
+    eager = s.table.chosen("attention", "eager")
+    if not eager.all():
+        yield from _fused_attention(s, np.where(eager, 0.0, 1.0), heads, kv_heads, qk_width, v_width, window)
+    if eager.any():
+        yield from _unfused_attention(s, np.where(eager, 1.0, 0.0), heads, qk_width, v_width)
+
+
+def _fused_attention(
+    s: Shapes, share: Column, heads: Column, kv_heads: Column, qk_width: int, v_width: int, window: int | None
+) -> Iterator[Work]:
     workload, t = s.job.workload, s.table
     packed = (
         float(workload.seq_len) if workload.length_histogram and s.stack.masks_documents else attended(workload, window)
     )
     context = np.where(t["packing"], packed, attended_causal(workload.seq_len, window))
-    context = np.where(t.chosen("attention", "eager"), workload.seq_len, context)
-    flops = 2 * s.tokens * context * product_width
-    heads = score_width / s.job.model.head_dim
-    scores = np.where(t.chosen("attention", "eager"), 5 * 4 * s.tokens * workload.seq_len * heads, 0)
-    moved_bytes = s.element_bytes * s.tokens * moved + scores
-    yield Work("core_attention", "forward", "attention", flops, moved_bytes, 1, "core_attn")
-    yield Work("core_attention", "input_grad", "attention", ATTENTION_BACKWARD * flops, 2 * moved_bytes, 2, "core_attn")
+    flops = share * 2 * s.tokens * context * heads * (qk_width + v_width)
+    moved = share * s.element_bytes * s.tokens * (heads + kv_heads) * (qk_width + v_width)
+    # Documents of one length that read as far on average; a window keeps the row and reads a band of it.
+    length = np.asarray(workload.seq_len) if window else 2 * context
+    ulysses = t.chosen("cp_method", "ulysses")
+    rows = length / np.where(ulysses, 1, t["cp"])
+    split = np.where(ulysses, t["cp"], 1)
+    batch = s.tokens * t["cp"] / length
+    shape = Mixer(batch, heads / split, np.maximum(kv_heads / split, 1), rows, length, qk_width, v_width, window)
+    yield Work("core_attention", "forward", "attention", flops, moved, 1 * share, "core_attn", shape, share)
+    yield Work(
+        "core_attention", "input_grad", "attention", ATTENTION_BACKWARD * flops, 2 * moved, 2 * share, "core_attn",
+        shape, share,
+    )  # fmt: skip
+
+
+def _unfused_attention(s: Shapes, share: Column, heads: Column, qk_width: int, v_width: int) -> Iterator[Work]:
+    """Two batched products over the whole square, and the kernels between them on the scores."""
+    e, seq = s.element_bytes, np.asarray(s.job.workload.seq_len)
+    rows = s.tokens * heads
+    scores = share * rows * seq
+    for name, n, k in (("scores", seq, np.asarray(qk_width)), ("context", np.asarray(v_width), seq)):
+        flops = share * 2 * rows * n * k
+        moved = share * e * (rows * k + rows / seq * n * k + rows * n)
+        for phase, shape in ((PHASES[0], Product(rows, n, k)), (PHASES[1], Product(rows, k, n))):
+            yield Work(name, phase, "matmul", flops, moved, share, "core_attn", shape, share)
+        shape = Product(k * rows / seq, n, seq)
+        yield Work(name, "input_grad", "matmul", flops, moved, share, "core_attn", shape, share)
+    kernel = s.stack.kernels(int(np.max(e))).scores
+    none = np.zeros(())
+    forward, backward = traffic(kernel.forward, e) * scores, traffic(kernel.backward, e) * scores
+    for phase, moved, launches in (
+        (PHASES[0], forward, kernel.forward_launches),
+        (PHASES[1], backward, kernel.backward_launches),
+    ):
+        yield Work("softmax", phase, "memory", none, moved, share * launches, "core_attn", None, share, launches > 2)
 
 
 def _latent_attention(s: Shapes) -> Iterator[Work]:
@@ -191,7 +341,7 @@ def _latent_attention(s: Shapes) -> Iterator[Work]:
     yield from _pointwise(s, "norm", s.tokens * latent, "layernorm")
     yield from _gemm(s, "kv_b_proj", s.tokens, heads * (mla.qk_nope_head_dim + v), latent)
     yield from _pointwise(s, "rope", s.tokens * (heads + 1) * mla.qk_rope_head_dim)
-    yield from _core_attention(s, heads * model.head_dim, heads * (qk + v), heads * 2 * (qk + v), None)
+    yield from _core_attention(s, heads, heads, qk, v, None)
     yield from _gemm(s, "o_proj", s.tokens, h, heads * v)
 
 
@@ -230,15 +380,17 @@ def mlp_work(s: Shapes, kind: MlpKind) -> Iterator[Work]:
         yield from _glu_mlp(s, "shared_expert", s.tokens, moe.shared_ffn_hidden_size / t["tp"])
 
 
-def _glu_mlp(s: Shapes, name: str, tokens: Column, width: Column, groups: Column | float = 1) -> Iterator[Work]:
-    """Gate, up and down projections (two matrices without a gate); ``groups`` weight sets of this width."""
+def _glu_mlp(s: Shapes, name: str, tokens: Column, width: Column, groups: Column | float = 1.0) -> Iterator[Work]:
+    """Up (and gate) and down projections around the activation; ``groups`` weight sets of this width."""
     model = s.job.model
-    h, up = np.asarray(model.hidden_size), 2 if model.gated_mlp else 1
-    for part, n, k in ((f"{name}_up", width * up, h), (f"{name}_down", h, width)):
-        moved = s.element_bytes * (tokens * (k + n) + groups * k * n)
-        for phase in PHASES:
-            yield Work(part, phase, "matmul", 2 * tokens * n * k, moved, 1 if part.endswith("down") else up, "mlp")
-    yield from _pointwise(s, "glu", tokens * width, "mlp")
+    h, gated = np.asarray(model.hidden_size), model.gated_mlp
+    if gated and not s.stack.fuses_projections:
+        yield from _gemm(s, "gate_proj", tokens, width, h, "mlp", groups)
+        yield from _gemm(s, "up_proj", tokens, width, h, "mlp", groups)
+    else:
+        yield from _gemm(s, f"{name}_up", tokens, (2 if gated else 1) * width, h, "mlp", groups)
+    yield from _pointwise(s, "glu" if gated else "gelu", tokens * width, "mlp")
+    yield from _gemm(s, f"{name}_down", tokens, h, width, "mlp", groups)
 
 
 def layer_work(s: Shapes, attention: AttentionKind, mlp: MlpKind) -> list[Work]:

@@ -15,6 +15,9 @@ class Lora(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     rank: int = Field(gt=0)
     alpha: float = Field(gt=0)
+    base_dtype: Literal["bf16", "int4"] = Field(
+        "bf16", description="How the frozen weights are stored; int4 (GPTQ) is turned into bf16 before every product."
+    )
     target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -32,6 +35,9 @@ class Workload(BaseModel):
     precision: Precision = Field("bf16", description="Arithmetic of matrix products; master weights are fp32.")
     optimizer: Literal["adamw"] = "adamw"
     lora: Lora | None = Field(None, description="None = full fine-tuning or pre-training.")
+    routing_imbalance: float = Field(
+        1.0, ge=1, description="Tokens of the busiest expert over the mean; 1 = balanced, as forced in benchmarks."
+    )
     train_tokens: int | None = Field(None, gt=0, description="Tokens of the whole job, where known.")
 
     @property

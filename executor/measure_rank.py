@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from trainplan.costmodel.stacks import EAGER_BF16, EAGER_FP32, KernelSet
+from trainplan.costmodel.kernel_sets import EAGER_BF16, EAGER_FP32, KernelSet
 from trainplan.executor.attention import Sdpa
 from trainplan.executor.decoder import RmsNorm
 from trainplan.executor.parallel import DTYPES
