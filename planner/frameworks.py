@@ -1,0 +1,157 @@
+"""Which software stack does a published framework name stand for? Documented defaults, one entry per framework.
+
+An entry says what the framework (in a range of versions, with the flags that its scripts document) runs where a row is
+silent. It never depends on a row's model, sizes or result. Each change of an entry after its rows were seen is counted
+in `REVISIONS`, which docs/accuracy.md reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+FUSED = ("cross_entropy", "norm", "rope", "swiglu")
+REVISIONS: tuple[str, ...] = ()
+"""What was changed in an entry after looking at errors of open rows."""
+
+
+@dataclass(frozen=True)
+class Framework:
+    """What a framework runs.
+
+    Attributes:
+        name: Start of the rows' ``framework``; ``source`` narrows it to one publication's documented scripts, ``task``
+            to one kind of training.
+        stack: Key of `trainplan.costmodel.stacks.STACKS`.
+        strategy: Fields of `Strategy` that its scripts set.
+        silent: Values of row fields where a row is silent, from the framework's or script's defaults.
+        pads_vocabulary: The vocabulary is padded to a multiple of this times tp.
+        why: Version range, flags, and where they are documented.
+    """
+
+    name: str
+    stack: str
+    why: str
+    strategy: Mapping[str, Any] = field(default_factory=dict)
+    silent: Mapping[str, Any] = field(default_factory=dict)
+    source: str = ""
+    task: str = ""
+    pads_vocabulary: int = 1
+
+
+UNOVERLAPPED = {"overlap_grad_reduce": False, "overlap_param_gather": False}
+FRAMEWORKS = (
+    Framework(
+        "Megatron-LM 23e00ed",
+        "megatron",
+        "Megatron-Core of early 2026 on Transformer Engine 2.11; the launcher turns every overlap off.",
+        {"attention": "cudnn", "fused_kernels": FUSED, **UNOVERLAPPED},
+        pads_vocabulary=128,
+    ),
+    Framework(
+        "Megatron-Bridge",
+        "megatron",
+        "Containers 25.09 to 26.08; performance recipes turn on tensor-parallel and data-parallel overlap. Recipes "
+        "that state no recomputation run without.",
+        {"attention": "cudnn", "fused_kernels": FUSED, "overlap_tp": True},
+        {"recompute": "none", "zero_or_fsdp": "ZeRO-1"},
+        pads_vocabulary=128,
+    ),
+    Framework(
+        "Megatron-SWIFT",
+        "megatron",
+        "Megatron-Core 0.12 and later under ms-swift; flash-attention 2, no tensor-parallel overlap by default.",
+        {"attention": "flash", "fused_kernels": FUSED},
+        pads_vocabulary=128,
+    ),
+    Framework(
+        "Megatron-LM (2020)",
+        "megatron-lm-2022",
+        "Megatron-LM of 2020: fused masked softmax, bias-GELU and layer norm, dropout 0.1, fp16 gradients all-reduced "
+        "after the backward.",
+        {"attention": "eager", "fused_kernels": FUSED, "reduce_dtype": "bf16", **UNOVERLAPPED},
+        pads_vocabulary=128,
+    ),
+    Framework(
+        "Megatron-LM",
+        "megatron-lm-2022",
+        "Megatron-LM 2.x to 3.0 of 2021 and 2022: fused masked softmax, bias-GELU, bias-dropout-add and layer norm, "
+        "unfused attention products, dropout 0.1, gradients reduced after the backward.",
+        {"attention": "eager", "fused_kernels": FUSED, **UNOVERLAPPED},
+        pads_vocabulary=128,
+    ),
+    Framework(
+        "Megatron-DeepSpeed",
+        "megatron-deepspeed",
+        "Megatron-DeepSpeed of 2021 to 2023 as vTrain configures it: activation checkpointing, 1F1B, no gradient "
+        "buckets, vocabulary 50257, fp16 with gradients all-reduced in fp16, DeepSpeed's pipeline engine.",
+        {"attention": "eager", "reduce_dtype": "bf16", **UNOVERLAPPED},
+        {"vocab": 50257, "precision": "fp16", "zero_or_fsdp": "none"},
+        source="VIA-Research/vTrain",
+        pads_vocabulary=128,
+    ),
+    Framework(
+        "Megatron-DeepSpeed",
+        "megatron-deepspeed-fused",
+        "Megatron-DeepSpeed of 2021 and 2022 with Megatron's fused kernels built, as BigScience's scripts do.",
+        {"attention": "eager", "fused_kernels": FUSED, **UNOVERLAPPED},
+        pads_vocabulary=128,
+    ),
+    Framework(
+        "Composer/llm-foundry",
+        "llm-foundry",
+        "llm-foundry 0.1 to 0.4 on PyTorch FSDP1 with a Triton or CUDA flash-attention of the first generation, "
+        "torch layer norm in low precision, no dropout.",
+        {"attention": "flash", "fused_kernels": ("norm", "swiglu")},
+    ),
+    Framework(
+        "InternEvo",
+        "internevo",
+        "InternEvo 0.2 to 0.3: flash-attention 2 with its fused rotary embedding, norm and cross-entropy; ZeRO-1 "
+        "with gradient reduction under the backward and parameters broadcast after the step.",
+        {"attention": "flash", "fused_kernels": FUSED, "reduce_dtype": "bf16"},
+    ),
+    Framework(
+        "HF Transformers + DeepSpeed",
+        "hf-deepspeed-zero3",
+        "Qwen's finetune.py of 2023 with finetune_ds.sh: Transformers' remote code, flash-attention 2, gradient "
+        "checkpointing and flash-attention's kernels on, full fine-tuning under DeepSpeed ZeRO-3 also on one GPU.",
+        {"attention": "flash", "fused_kernels": ("norm", "rope")},
+        {"recompute": "full", "zero_or_fsdp": "DeepSpeed ZeRO-3"},
+        task="full",
+    ),
+    Framework(
+        "HF Transformers + DeepSpeed",
+        "hf-peft",
+        "Qwen's finetune.py of 2023 with its LoRA scripts: Transformers' remote code, flash-attention 2, gradient "
+        "checkpointing on, flash-attention's rotary and RMS norm kernels, PEFT adapters; ZeRO-2 on several GPUs.",
+        {"attention": "flash", "fused_kernels": ("norm", "rope"), **UNOVERLAPPED},
+        {"recompute": "full", "zero_or_fsdp": "DeepSpeed ZeRO-2"},
+    ),
+    Framework(
+        "ms-swift + DeepSpeed",
+        "deepspeed",
+        "ms-swift 3.x on Transformers and DeepSpeed; flash-attention 2, as packing needs it.",
+        {"attention": "flash"},
+    ),
+    Framework(
+        "torchtitan",
+        "torchtitan",
+        "torchtitan of 2024 and 2025 with torch.compile on every block.",
+        {"compile": True},
+    ),
+    Framework(
+        "HF transformers eager + torch 2.7 SDPA backend",
+        "hf-sgd",
+        "NVIDIA cudnn-frontend's training script: Transformers in eager mode, pure bf16, SGD.",
+    ),
+)
+
+
+def framework(name: str, source: str, task: str | None) -> Framework | None:
+    """The entry of a row's framework, source and task; None if there is none."""
+    for entry in FRAMEWORKS:
+        if name.startswith(entry.name) and entry.source in source and entry.task in ("", task):
+            return entry
+    return None
