@@ -1,7 +1,8 @@
 """How long does a collective of any size take inside a scale-up domain? Curves through measured tables.
 
-Per operation and group size, log seconds over log bytes; between measured group sizes along log n. Bus bandwidth at the
-sizes of tensor parallelism is a quarter to nine tenths of what the largest messages reach, so one bandwidth won't do.
+Per operation and group size, a latency and a bandwidth between each two measured sizes; between measured group sizes
+along log n. Bus bandwidth at the sizes of tensor parallelism is a quarter to nine tenths of what the largest messages
+reach, so one bandwidth won't do. benchmarks/collective_accuracy.py prints the errors on sizes and groups left out.
 """
 
 from __future__ import annotations
@@ -32,12 +33,11 @@ class Curve:
     seconds: Array
 
     def __call__(self, moved: Array) -> Array:
-        """Interpolated; constant below the table, at the bandwidth of its last two sizes beyond it."""
-        logs = np.interp(np.log(np.maximum(moved, 1.0)), np.log(self.sizes), np.log(self.seconds))
+        """A straight line in bytes between two sizes; constant below the table, at its last two's bandwidth beyond."""
         last, before = self.sizes[-1], self.sizes[-2]
         slope = max((self.seconds[-1] - self.seconds[-2]) / (last - before), 0.5 * self.seconds[-1] / last)
         beyond = np.maximum(moved - last, 0.0) * slope
-        return np.asarray(np.exp(logs) + beyond)
+        return np.asarray(np.interp(moved, self.sizes, self.seconds) + beyond)
 
 
 @dataclass(frozen=True, eq=False)  # one object per device
@@ -78,16 +78,17 @@ class LinkCurves:
         first = np.take_along_axis(times, at[None], 0)[0]
         second = np.take_along_axis(times, np.minimum(at + 1, len(ranks) - 1)[None], 0)[0]
         inside = np.exp(np.log(first) + np.clip(share, 0, 1) * (np.log(second) - np.log(first)))
-        # Beyond the largest group: the ring's traffic grows as (n - 1) / n, its latency with the ranks.
+        # Beyond the largest group: traffic grows as (n - 1) / n, and each rank more is a hop more, as it was before.
         most = ranks[-1]
         more = np.maximum(n, most)
         traffic = ((more - 1) / more) / ((most - 1) / most)
-        hop = known[int(most)].seconds[0] / most
-        outside = np.maximum(n - most, 0) * hop
-        return np.asarray(np.where(n > 1, inside * traffic + outside, 0.0))
+        latency = np.array([known[int(r)].seconds[0] for r in ranks])
+        hop = max(latency[-1] - latency[-2], 0.0) / (most - ranks[-2]) if len(ranks) > 1 else latency[-1] / most
+        outside = (inside - latency[-1]) * (traffic - 1) + (more - most) * hop
+        return np.asarray(np.where(n > 1, inside + outside, 0.0))
 
     def extrapolated(self, operation: str, moved: npt.ArrayLike, n: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-        """Where neither size nor group lies inside the tables."""
+        """Where the size or the group lies outside the tables."""
         known = self.curves[operation]
         sizes = next(iter(known.values())).sizes
         moved, n = np.asarray(moved, float), np.asarray(n, float)
