@@ -125,16 +125,18 @@ def all_reduce_s(message_bytes: Column, g: Group, rates: Rates, algo: Column | i
     return np.where(g.n > 1, t, 0.0)
 
 
-def all_to_all_s(send_bytes: Column, g: Group, rates: Rates) -> Column:
+def all_to_all_s(send_bytes: Column, g: Group, rates: Rates, outside_share: Column | float = 1.0) -> Column:
     """Seconds to send ``send_bytes`` from each rank, an equal part to every rank of the group.
 
-    The parts for other domains share the rank's network link, those inside its scale-up link; both run at once.
+    The parts for other domains share the rank's network link, those inside its scale-up link; both run at once. Only
+    ``outside_share`` of what is meant for other domains crosses the network, where copies are made on the other side.
     """
     up: LinkRates = rates.scale_up
     inside = send_bytes * (g.local - 1) / g.n / up.all_to_all + (g.local - 1) * up.latency
     outside = np.where(
         g.spans,
-        send_bytes * (g.n - g.local) / g.n / rates.scale_out.all_to_all + rates.scale_out.latency * (g.domains - 1),
+        outside_share * send_bytes * (g.n - g.local) / g.n / rates.scale_out.all_to_all
+        + rates.scale_out.latency * (g.domains - 1),
         0.0,
     )
     inside = _measured("all_to_all", np.asarray(send_bytes), g, rates, inside)

@@ -18,7 +18,7 @@ from trainplan.costmodel.strategy import Strategy
 from trainplan.costmodel.units import Unit, Units
 from trainplan.costmodel.work import Column
 
-COMPUTE_PARTS = ("forward", "backward", "recompute")
+COMPUTE_PARTS = ("forward", "backward", "recompute", "contention")
 INLINE_PARTS = ("tensor_parallel", "context_parallel", "expert_parallel")
 EMBEDDING, FIRST_LAYER = 0, 1
 
@@ -152,6 +152,11 @@ def _slowed(work: dict[Work, Column], units: Units, key: Key | ChainKey) -> dict
     }
 
 
+def _lost(before: dict[Work, Column], after: dict[Work, Column]) -> Column:
+    """Seconds of a micro-batch that computation lost to communication beside it."""
+    return np.asarray(sum((after[of] - before[of] for of in (Work.FORWARD, Work.BACKWARD)), start=np.zeros(())))
+
+
 def _chain(key: ChainKey, place: Layout, units: Units, own: Column) -> Durations:
     """FSDP's root unit holds the embedding and the head: their traffic runs where the embedding is."""
     kinds, layers = _chain_kinds(place)
@@ -168,7 +173,9 @@ def _chain(key: ChainKey, place: Layout, units: Units, own: Column) -> Durations
         np.asarray(sum((n * piece[work] for n, piece in zip(counts, pieces, strict=True)), start=np.zeros(())))
         for work in (Work.GATHER, Work.REDUCE)
     )
-    pieces = [_slowed(piece, units, key) for piece in pieces]
+    slowed = [_slowed(piece, units, key) for piece in pieces]
+    contention = sum((n * _lost(a, b) for n, a, b in zip(counts, pieces, slowed, strict=True)), start=np.zeros(()))
+    pieces = slowed
     seconds = {work: _stack_last([piece[work] for piece in pieces]) for work in pieces[0]}
     seconds[Work.GATHER_FORWARD] = seconds[Work.GATHER]
     # The root stays gathered between forward and backward.
@@ -189,6 +196,7 @@ def _chain(key: ChainKey, place: Layout, units: Units, own: Column) -> Durations
             (_unit_parts(units.head, False), 1),
         ]
     )
+    parts["contention"] = np.asarray(contention)
     return Durations(build_chain(key), seconds, {name: column[..., None] for name, column in parts.items()}, (0,))
 
 
@@ -221,7 +229,10 @@ def _pipeline(key: Key, place: Layout, units: Units, own: list[Column]) -> Durat
         + units.step_host_s / last
         for count, stage in zip(own, stages, strict=True)
     ]
-    stages = [_slowed(stage, units, key) for stage in stages]
+    slowed = [_slowed(stage, units, key) for stage in stages]
+    for part, before, after in zip(parts, stages, slowed, strict=True):
+        part["contention"] = _lost(before, after)
+    stages = slowed
     seconds = {work: _stack_last([stage[work] for stage in stages]) for work in stages[0]}
     seconds[Work.GATHER_FORWARD] = seconds[Work.GATHER_BACKWARD] = seconds[Work.GATHER]
     seconds[Work.SEND_FORWARD] = seconds[Work.SEND_BACKWARD] = np.asarray(units.send)[..., None]

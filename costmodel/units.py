@@ -225,8 +225,14 @@ class _Pricer:
     def _expert_parallel_s(self) -> Column:
         """Dispatch and combine: two all-to-alls of the routed tokens, inline, forward and again backward."""
         model = self.shapes.job.model
-        routed = self.shapes.norm_tokens * (model.moe.top_k if model.moe else 0)
-        return 2 * all_to_all_s(routed * model.hidden_size * self.shapes.element_bytes, self.ep_group, self.rates)
+        if model.moe is None:
+            return np.zeros(())
+        k, domains = model.moe.top_k, self.ep_group.domains
+        share: Column | float = 1.0
+        if self.shapes.stack.sends_once_per_domain:
+            share = domains * (1 - (1 - 1 / domains) ** k) / k  # domains that k random experts lie in, per expert
+        sent = self.shapes.norm_tokens * k * model.hidden_size * self.shapes.element_bytes
+        return 2 * all_to_all_s(sent * self.shapes.job.workload.routing_imbalance, self.ep_group, self.rates, share)
 
     def _recompute_s(self, work: Sequence[Work], forward: Column, tensor: Column, comm: Column) -> Column:
         """Seconds of the second forward of a recomputed layer: all of it, or the named parts.

@@ -182,7 +182,7 @@ def _gemm(
     if lora is not None and lora.base_dtype == "int4" and name != "lm_head":
         for phase in PHASES[:2]:
             moved = DEQUANTISE_BYTES * groups * k * n
-            yield Work("dequantise", phase, "memory", np.zeros(()), moved, 6, part, eager=True)
+            yield Work("dequantise", phase, "memory", np.zeros(()), moved, 6, part)
 
 
 DEQUANTISE_BYTES = 17

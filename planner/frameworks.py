@@ -12,7 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 FUSED = ("cross_entropy", "norm", "rope", "swiglu")
-REVISIONS: tuple[str, ...] = ()
+REVISIONS: tuple[str, ...] = (
+    "Megatron-DeepSpeed (vTrain): fused kernels instead of none; host time per launch and per micro-batch; fp16 reduction",
+    "HF Transformers + DeepSpeed: fused norm and rotary kernels; host time per launch with adapters and under ZeRO-3",
+    "InternEvo: a broadcast per shard after the step",
+    "Megatron-SWIFT, ms-swift: packed documents of 1024 tokens",
+    "Megatron-DeepSpeed (BigScience): a stack apart from Megatron-LM's",
+    "Megatron-Bridge: tokens cross the network once per domain",
+)
 """What was changed in an entry after looking at errors of open rows."""
 
 
@@ -26,6 +33,7 @@ class Framework:
         stack: Key of `trainplan.costmodel.stacks.STACKS`.
         strategy: Fields of `Strategy` that its scripts set.
         silent: Values of row fields where a row is silent, from the framework's or script's defaults.
+        document_tokens: Length of the documents that a row with packing holds, which its scripts' data sets have.
         pads_vocabulary: The vocabulary is padded to a multiple of this times tp.
         why: Version range, flags, and where they are documented.
     """
@@ -38,6 +46,7 @@ class Framework:
     source: str = ""
     task: str = ""
     pads_vocabulary: int = 1
+    document_tokens: int = 0
 
 
 UNOVERLAPPED = {"overlap_grad_reduce": False, "overlap_param_gather": False}
@@ -61,9 +70,11 @@ FRAMEWORKS = (
     Framework(
         "Megatron-SWIFT",
         "megatron",
-        "Megatron-Core 0.12 and later under ms-swift; flash-attention 2, no tensor-parallel overlap by default.",
+        "Megatron-Core 0.12 and later under ms-swift; flash-attention 2, no tensor-parallel overlap by default; the "
+        "example scripts pack instruction data of a few hundred to two thousand tokens a sample.",
         {"attention": "flash", "fused_kernels": FUSED},
         pads_vocabulary=128,
+        document_tokens=1024,
     ),
     Framework(
         "Megatron-LM (2020)",
@@ -132,8 +143,9 @@ FRAMEWORKS = (
     Framework(
         "ms-swift + DeepSpeed",
         "deepspeed",
-        "ms-swift 3.x on Transformers and DeepSpeed; flash-attention 2, as packing needs it.",
+        "ms-swift 3.x on Transformers and DeepSpeed; flash-attention 2, as packing needs it; the same data.",
         {"attention": "flash"},
+        document_tokens=1024,
     ),
     Framework(
         "torchtitan",

@@ -113,6 +113,7 @@ class Row(BaseModel):
     precision: str | None = None
     framework: str
     task: str | None = None
+    notes: str = ""
     measured: dict[str, Any] = {}
     extra: dict[str, Any] | None = None
 
@@ -204,7 +205,14 @@ def interpret(row: Row) -> Run:
         **_recompute(row),
         **_attention(row),
     }
-    workload = Workload(seq_len=seq, global_batch_size=gbs, precision="bf16", lora=_lora(row))
+    packed = entry.document_tokens if "packing" in row.notes else 0
+    workload = Workload(
+        seq_len=seq,
+        global_batch_size=gbs,
+        precision="bf16",
+        lora=_lora(row),
+        length_histogram=((packed, 1.0),) if packed else (),
+    )
     return Run(Job(spec, cluster, workload), entry.stack, Strategy(**values))
 
 
