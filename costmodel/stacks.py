@@ -40,8 +40,8 @@ class Stack:
         gemm_library: Whose measured products apply where a device has several tables.
         stops_early: Recomputation ends before the last product of a layer, whose output nobody needs (PyTorch's
             non-reentrant checkpoint).
-        sends_once_per_domain: A token goes over the network once to each scale-up domain that has one of its experts, and
-            is copied inside it (DeepEP and Megatron's hybrid dispatcher); otherwise once per expert.
+        sends_once_per_domain: A token goes over the network once to each scale-up domain that has one of its experts,
+            and is copied inside it (DeepEP and Megatron's hybrid dispatcher); otherwise once per expert.
         shard_broadcast_s: Host time per shard where updated parameters return from sharded optimizers by one broadcast
             per rank instead of an all-gather [s].
         host_launch_s: Host time per kernel launched on a GPU [s].

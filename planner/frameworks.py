@@ -13,7 +13,7 @@ from typing import Any
 
 FUSED = ("cross_entropy", "norm", "rope", "swiglu")
 REVISIONS: tuple[str, ...] = (
-    "Megatron-DeepSpeed (vTrain): fused kernels instead of none; host time per launch and per micro-batch; fp16 reduction",
+    "Megatron-DeepSpeed (vTrain): fused kernels, not none; host time per launch and per micro-batch; fp16 reduction",
     "HF Transformers + DeepSpeed: fused norm and rotary kernels; host time per launch with adapters and under ZeRO-3",
     "InternEvo: a broadcast per shard after the step",
     "Megatron-SWIFT, ms-swift: packed documents of 1024 tokens",

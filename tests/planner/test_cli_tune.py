@@ -75,8 +75,8 @@ def test_the_screen_shows_the_plan_its_price_and_what_to_do_next(planner: Callab
     plan = Plan.load(folder / "plan.yaml")
     for text in (
         "Qwen/Qwen3-8B on 8xH100-SXM5-80GB: seq_len 4,096, global batch 256 sequences (1,048,576 tokens), bf16",
-        f"dp_shard=8 sharding={plan.strategy.sharding}",
-        "micro_batch_size=1 grad_accum=32",
+        f"dp_shard={plan.strategy.dp_shard} sharding={plan.strategy.sharding}",
+        f"micro_batch_size={plan.strategy.micro_batch_size} grad_accum={plan.strategy.grad_accum}",
         "step time",
         "tokens/s",
         "MFU",
