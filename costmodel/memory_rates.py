@@ -1,49 +1,72 @@
 """Seconds of a memory-bound kernel that moves a number of bytes on one device.
 
-The device's memory rate is the sustained one of large fused norms (profiles/hardware/derived.json), so efficiencies
-here are relative to it and near 1.
+time = max(launch floor, ramp + bytes / (sustained rate * efficiency)), for each launch.
+
+`Device.memory_bytes_per_s` is already what large fused norms sustain (about 0.75 of the datasheet,
+benchmarks/derive_hardware.py), so efficiencies are relative to that and near 1. "fused": one kernel for the operation
+(cuDNN, Liger, torch.compile), bytes by `kernel_sets.FUSED`; "eager": one for each tensor operation (the formulas of
+transformers), bytes by `kernel_sets.EAGER_BF16` or EAGER_FP32. benchmarks/fit_kernels.py fits both and the ramps.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from trainplan.costmodel.hardware import Device
+from trainplan.costmodel.hardware import Device, Provenance
+from trainplan.profiles import read_json
 
 Array = npt.NDArray[np.float64]
-EFFICIENCY = {"fused": 0.90, "eager": 0.66}
-"""Counted bytes per second over the device's sustained rate, medians of large tensors in Liger-Kernel's benchmark table
-(A100, H100; benchmarks/kernel_accuracy.py prints them). Eager chains are counted operation by operation; their strided
-and mixed-type kernels reach less than a norm does."""
+Kind = Literal["eager", "fused"]
 KNOWN_ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120")
-RAMP_BYTES = 4e6
-"""Bytes whose transfer at the full rate takes as long as filling the memory pipeline of a large GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """Share of the sustained rate that large tensors get, and the fixed time of filling and draining [s]."""
+
+    share: float
+    ramp_s: float
+    provenance: Provenance
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryModel:
-    """A launch floor, and bytes over an efficiency's share of the sustained rate."""
+    """Seconds of kernels by the bytes they move."""
 
     bytes_per_s: float
     floor_s: float
-    ramp_bytes: float
-    efficiency: tuple[tuple[str, float], ...]
+    fused: Efficiency
+    eager: Efficiency
 
-    def seconds(self, moved: npt.ArrayLike, kind: Literal["eager", "fused"] = "fused") -> Array:
-        """Seconds of one kernel that reads and writes ``moved`` bytes in all."""
+    def seconds(self, moved: npt.ArrayLike, kind: Kind = "fused") -> Array:
+        """Seconds of one kernel that reads and writes ``moved`` bytes in all; 0 if there is nothing to move."""
         moved = np.asarray(moved, float)
-        share = dict(self.efficiency)[kind]
-        busy = (moved + np.where(moved > 0, self.ramp_bytes, 0.0)) / (self.bytes_per_s * share)
-        return np.asarray(np.maximum(busy, np.where(moved > 0, self.floor_s, 0.0)))
+        of = self.eager if kind == "eager" else self.fused
+        busy = of.ramp_s + moved / (self.bytes_per_s * of.share)
+        return np.asarray(np.where(moved > 0, np.maximum(busy, self.floor_s), 0.0))
+
+
+@functools.cache
+def _fits() -> Any:
+    return read_json("measurements", "kernel_fit.json")["memory"]
+
+
+def _efficiency(arch: str, kind: Kind) -> Efficiency:
+    """Of the architecture's tables; without one, the median of the others', which the file holds as "elsewhere"."""
+    own = _fits().get(arch, {}).get(kind)
+    fit = own or _fits()["elsewhere"][kind]
+    return Efficiency(fit["share"], fit["ramp_s"], "measured" if own else "fitted")
 
 
 def memory_model(device: Device) -> MemoryModel:
     """The model of a device; one of unknown make moves bytes at exactly its stated rate."""
     rate, floor = device.memory_bytes_per_s.value, device.op_overhead_s.value
     if device.arch not in KNOWN_ARCHITECTURES:
-        return MemoryModel(rate, floor, 0.0, (("eager", 1.0), ("fused", 1.0)))
-    return MemoryModel(rate, floor, RAMP_BYTES, tuple(EFFICIENCY.items()))
+        plain = Efficiency(1.0, 0.0, device.memory_bytes_per_s.provenance)
+        return MemoryModel(rate, floor, plain, plain)
+    return MemoryModel(rate, floor, _efficiency(device.arch, "fused"), _efficiency(device.arch, "eager"))
