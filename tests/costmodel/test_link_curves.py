@@ -179,7 +179,7 @@ def test_sizes_left_out_of_every_table() -> None:
 
 
 def test_another_source_of_the_same_gpu() -> None:
-    """vTrain's all-reduce on the A100, NCCL of another year: half of its sizes within 5 %."""
+    """All-reduce as vTrain measured it on the A100, NCCL of another year: half of its sizes within 5 %."""
     (line,) = [of for of in _benchmark("collective_accuracy").other_source() if of["left_out"] == "vTrain, all"]
     assert line["n"] == 77
     assert line["median"] <= 0.05
