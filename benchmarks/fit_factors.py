@@ -13,9 +13,9 @@ import argparse
 import json
 from pathlib import Path
 
+from trainplan.planner.comparisons import compare
 from trainplan.planner.fitting import fit_all
 from trainplan.planner.rows import read_rows
-from trainplan.planner.validate import compare
 
 OUT = Path(__file__).resolve().parent.parent / "profiles" / "measurements" / "factors.json"
 

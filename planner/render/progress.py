@@ -83,3 +83,27 @@ def measuring(stream: IO[str] | None = None) -> Iterator[Callable[[str, float], 
     with Bars(TextColumn("{task.description}"), BarColumn(), console=console(stream), transient=True) as bars:
         task = bars.add_task("starting", total=1.0)
         yield lambda what, share: bars.update(task, description=f"measuring {what}", completed=share)
+
+
+@contextmanager
+def fitting(stream: IO[str] | None = None) -> Iterator[Callable[[int, int], None]]:
+    """What to call with (done, of) of a fit: a bar on a terminal, a line now and then elsewhere."""
+    stream = sys.stderr if stream is None else stream
+    if is_plain(stream):
+        next_s = time.monotonic() + LINE_EVERY_S  # what is over by then needs no line
+
+        def say(done: int, of: int) -> None:
+            nonlocal next_s
+            if time.monotonic() >= next_s:
+                next_s = time.monotonic() + LINE_EVERY_S
+                print(f"fitting factors ({percent(done / of)} done)", file=stream, flush=True)
+
+        yield say
+        return
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Bars(*columns, console=console(stream), transient=True) as bars:
+        task = bars.add_task("fitting factors", total=None)
+        yield lambda done, of: bars.update(task, completed=done, total=of)

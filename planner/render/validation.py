@@ -26,9 +26,30 @@ def print_report(to: Console, report: Report) -> None:
         headers=("block", "metric", "rows", "skipped", "mean", "median", "90 %", "bias"),
         right=range(2, 8),
     )
+    if ranked := [_scores(line) for line in report.summary if line.get("coverage") is not None]:
+        heading(
+            to, "Ranking (tau within a workload, regret of the first and of the best of three), 90 % intervals, control"
+        )
+        table(
+            to,
+            ranked,
+            headers=("block", "metric", "tau", "regret", "top 3", "inside", "half width", "constant MFU"),
+            right=range(2, 8),
+        )
     if reasons := skipped(report.rows)[:MOST_REASONS]:
         heading(to, "Skipped")
         table(to, [(whole(n), reason) for reason, n in reasons], right=(0,))
+
+
+def _scores(line: Mapping[str, Any]) -> tuple[str, ...]:
+    tau = line.get("tau_within")
+    shares = ("regret_mean", "regret_top3_mean", "coverage", "half_width", "control_mape")
+    return (
+        str(line["block"]),
+        str(line["metric"]),
+        "" if tau is None else f"{tau:.2f}",
+        *("" if line.get(key) is None else percent(line[key]) for key in shares),
+    )
 
 
 def skipped(rows: list[dict[str, Any]]) -> list[tuple[str, int]]:

@@ -37,7 +37,8 @@ def rows(folder: Path) -> Path:
 def test_the_screen_has_the_errors_and_why_rows_were_left_out(planner: Callable[..., Done], rows: Path) -> None:
     done = planner("validate", rows)
     assert (done.code, done.err) == (0, "")
-    (line,) = [line for line in done.out.splitlines() if line.startswith("published")]
+    line, ranked = (line for line in done.out.splitlines() if line.startswith("published"))
+    assert "%" in ranked
     assert line.split()[:4] == ["published", "step_time_s", "1", "1"]
     assert "mbs is not published" in done.out
 
@@ -49,6 +50,34 @@ def test_json_is_one_document_with_every_row(planner: Callable[..., Done], rows:
     assert predicted["error_frac"] == pytest.approx(predicted["predicted"] / 13.75 - 1)
     assert "mbs is not published" in skipped["skipped"]
     assert [(line["rows"], line["skipped"]) for line in found["summary"]] == [(1, 1)]
+    assert found["factors"] == []
+
+
+def table_5(block: str, seconds: float) -> list[dict[str, object]]:
+    """A block of five rows: GPT-3 175B with 8 to 128 sequences, each micro-batch in the same time."""
+    return [
+        {
+            **GPT3,
+            "id": f"{block}-{gbs}",
+            "block": block,
+            "gbs": gbs,
+            "measured": {"step_time_s": seconds * (gbs + 7 / 3)},
+        }
+        for gbs in (8, 16, 32, 64, 128)
+    ]
+
+
+def test_a_block_is_predicted_by_the_others_and_by_rows_of_its_own(planner: Callable[..., Done], folder: Path) -> None:
+    """Two blocks of the same runs, one 20 % slower: rows of its own bring its predictions nearer."""
+    rows = [*table_5("fast", 13.75 / 66.3), *table_5("slow", 1.2 * 13.75 / 66.3)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    zero_shot = planner("validate", "rows.jsonl", "--leave-one-block-out", "--json").json
+    calibrated = planner("validate", "rows.jsonl", "--calibrate", 2, "--draws", 3, "--json").json
+    before, after = ({line["block"]: line for line in found["summary"]} for found in (zero_shot, calibrated))
+    assert before["slow"]["bias"] < before["fast"]["bias"]
+    assert after["slow"]["mape"] < before["slow"]["mape"]
+    assert after["slow"]["rows"] == 3
+    assert {"matmul", "matmul/A100"} <= {factor["name"] for factor in zero_shot["factors"]}
 
 
 @pytest.mark.parametrize(

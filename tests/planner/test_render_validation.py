@@ -48,3 +48,10 @@ def test_reasons_are_counted_the_most_frequent_first() -> None:
 
 def test_without_skipped_rows_nothing_is_said_of_them() -> None:
     assert "Skipped" not in written(Report(summary=[line(skipped=0)]))
+
+
+def test_scores_follow_where_there_are_some() -> None:
+    scored = line(tau_within=0.853, regret_mean=0.042, regret_top3_mean=0.0, coverage=0.91, half_width=0.15)
+    text = written(Report(summary=[scored, line(block="bare")]))
+    (row,) = [of for of in text[text.index("Ranking") :].splitlines() if of.startswith(("mbridge", "bare"))]
+    assert row.split() == ["mbridge", "step_time_s", "0.85", "4.2", "%", "0.0", "%", "91.0", "%", "15.0", "%"]

@@ -8,8 +8,9 @@ import pytest
 
 from trainplan.costmodel.errors import UsageError
 from trainplan.costmodel.factors import shipped
+from trainplan.planner.comparisons import compare, memory_interval
 from trainplan.planner.rows import Row, Skip, interpret, read_rows
-from trainplan.planner.validate import compare, memory_interval, validate_rows, zero_shot
+from trainplan.planner.validate import validate_rows, zero_shot
 
 GPT3: dict[str, Any] = {
     "id": "a",
