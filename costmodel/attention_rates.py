@@ -28,7 +28,7 @@ from trainplan.profiles import read_json
 
 Array = npt.NDArray[np.float64]
 Value = npt.ArrayLike
-Kernel = Literal["flash1", "flash2", "flash3", "cudnn"]
+Kernel = Literal["efficient", "flash1", "flash2", "flash3", "cudnn"]
 TILE = 128
 """Queries (forward) or keys (backward) of a thread block."""
 HEAD_WIDTH = 128
@@ -105,7 +105,7 @@ class Published:
 
 PUBLISHED: Mapping[tuple[str, str], Published] = {
     ("flash3", "sm_90"): Published(
-        0.72, 0.58, "cudnn/H200-SXM-141GB", 0.82,
+        0.72, 0.58, "cudnn/H200-SXM-141GB", 0.89,  # heads of 64: H100 prefill table
         "FlashAttention-3 paper, arXiv:2407.08608: up to 75 % of the H100's peak forward; backward 1.5 to 1.75 times "
         "FlashAttention-2's",
     ),
@@ -118,17 +118,21 @@ PUBLISHED: Mapping[tuple[str, str], Published] = {
         "no table: Hopper's FLOP/s of the same Ampere instructions, by processors and clocks (148 to 132)",
     ),
     ("flash1", "sm_80"): Published(
-        0.42, 0.34, "flash2/A100-PCIe-80GB", 0.93,
+        0.40, 0.32, "flash2/A100-PCIe-80GB", 0.93,
         "FlashAttention-2 paper, arXiv:2307.08691: FlashAttention 1 reaches 25 to 40 % of the A100's peak",
     ),
     ("flash1", "sm_90"): Published(
-        0.25, 0.20, "flash2/A100-PCIe-80GB", 0.93,
-        "no table: the same Ampere instructions, which reach about 60 % of the tensor rate on Hopper",
+        0.21, 0.17, "flash2/A100-PCIe-80GB", 0.93,
+        "no table: a third of the tensor rate as on Ampere, whose instructions reach about 60 % of it on Hopper",
     ),
     ("flash1", "sm_100"): Published(
-        0.12, 0.10, "flash2/A100-PCIe-80GB", 0.93,
+        0.11, 0.09, "flash2/A100-PCIe-80GB", 0.93,
         "no table: Hopper's FLOP/s of the same Ampere instructions, by processors and clocks (148 to 132)",
     ),
+    # PyTorch's memory-efficient attention: CUTLASS kernels for Ampere, of FlashAttention 1's generation.
+    ("efficient", "sm_80"): Published(0.40, 0.32, "flash2/A100-PCIe-80GB", 0.93, "as FlashAttention 1"),
+    ("efficient", "sm_90"): Published(0.21, 0.17, "flash2/A100-PCIe-80GB", 0.93, "as FlashAttention 1"),
+    ("efficient", "sm_100"): Published(0.11, 0.09, "flash2/A100-PCIe-80GB", 0.93, "as FlashAttention 1"),
 }  # fmt: skip
 STATED_AT_TOKENS = 8192
 """Where `Device.attention_flops_per_s` was read (benchmarks/derive_hardware.py)."""
