@@ -28,9 +28,10 @@ RANGES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "16 to 128 MiB": lambda sizes: (sizes >= 16 * MIB) & (sizes <= 128 * MIB),
     "largest two": lambda sizes: sizes >= np.sort(sizes)[-2],
     "smallest two": lambda sizes: sizes <= np.sort(sizes)[1],
+    "every other size": lambda sizes: np.arange(len(sizes)) % 2 == 1,
 }
 INNER = ("64 KiB to 1 MiB", "1 to 16 MiB", "16 to 128 MiB")
-POOLED = (*RANGES, "group of 4 from 2 and 8")
+POOLED = (*INNER, "largest two", "smallest two", "group of 4 from 2 and 8")
 
 
 def devices() -> list[str]:
