@@ -41,7 +41,7 @@ def grouped_gemm_s(
     each = np.ceil(tokens / groups / model.group_rows) * model.group_rows
     seconds = model.seconds(each * groups * imbalance, n, k)
     weights = (groups - 1) * n * k * model.element_bytes / model.base.bytes_per_s
-    return np.asarray(np.maximum(GROUPED_SLOWER * seconds, weights))
+    return np.asarray(np.where(tokens > 0, np.maximum(GROUPED_SLOWER * seconds, weights), 0.0))
 
 
 def grouped_weight_grad_s(

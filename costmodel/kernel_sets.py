@@ -72,7 +72,8 @@ FUSED = KernelSet(
     glu=Kernel((3, 0), (5, 0), (2, 0), 1, 1),
     gelu=Kernel((2, 0), (3, 0), (1, 0), 1, 1),
     residual=Kernel((3, 0), (3, 0), (0, 0), 1, 1),
-    loss=Kernel((1, 0), (2, 0), (0, 4), 1, 1),
+    # Two passes over the logits, the second writes their gradient over them; backward scales it (Liger, TE).
+    loss=Kernel((3, 0), (2, 0), (0, 4), 1, 1),
     scores=Kernel((2, 0), (3, 0), (1, 0), 1, 1),
     logit_peak_bytes=6,
 )

@@ -18,7 +18,7 @@ from trainplan.costmodel.kernel_sets import (
     KernelSet,
 )
 
-AttentionKernel = Literal["flash1", "flash2", "flash3", "cudnn"]
+AttentionKernel = Literal["efficient", "flash1", "flash2", "flash3", "cudnn"]
 TORCH_ATTENTION: Mapping[str, AttentionKernel] = {"sdpa": "flash2", "flash": "flash2", "cudnn": "cudnn"}
 """What each choice of `Strategy.attention` runs on a GPU under PyTorch's dispatcher and flash-attn 2."""
 
@@ -117,7 +117,7 @@ STACKS: dict[str, Stack] = {
         ),
         Stack(  # pure bf16, SGD: reads p and g, writes p
             "hf-sgd", EAGER_BF16, EAGER_FP32, fsdp2=True, masks_documents=False, rendezvous_p2p=False,
-            optimizer_traffic_bytes=6, attention={"sdpa": "flash1", "flash": "flash2", "cudnn": "cudnn"},
+            optimizer_traffic_bytes=6, attention={"sdpa": "efficient", "flash": "flash2", "cudnn": "cudnn"},
         ),
         Stack(
             "hf-peft", EAGER_BF16, EAGER_FP32, fsdp2=False, masks_documents=False, rendezvous_p2p=False,

@@ -210,11 +210,16 @@ def _adapter(s: Shapes, m: Column, n: Column, k: Column, part: str, rank: int) -
     yield Work("lora", "input_grad", "memory", none, (5 * e + 1) * m * k + 2 * e * m * n, 4, part, eager=True)
 
 
+CHAINS = ("norm", "rope")
+"""Operations whose unfused kernels run below the memory rate: strided halves, reductions and mixed types. Elementwise
+kernels (activations, additions, the loss) reach it one by one."""
+
+
 def _pointwise(s: Shapes, kernel: str, elements: Column, part: str = "other") -> Iterator[Work]:
     e, none = s.element_bytes, np.zeros(())
     for share, k in s.kernel(kernel):
         forward, backward = traffic(k.forward, e) * elements, traffic(k.backward, e) * elements
-        eager = k.forward_launches > 1
+        eager = k.forward_launches > 1 and kernel in CHAINS
         yield Work(
             kernel, "forward", "memory", none, share * forward, share * k.forward_launches, part, None, share, eager
         )
@@ -410,10 +415,10 @@ def embedding_work(s: Shapes) -> list[Work]:
     rows = s.job.model.vocab_size / s.table["tp"]
     moved = 2 * s.element_bytes * s.tokens * h
     table_bytes = s.element_bytes * rows * h
-    return [
-        Work("embedding", "forward", "memory", none, moved, 1),
-        Work("embedding", "weight_grad", "memory", none, moved + 2 * table_bytes, 2),
-    ]
+    forward = Work("embedding", "forward", "memory", none, moved, 1)
+    if s.job.workload.lora is not None:
+        return [forward]  # frozen, and nothing before it needs a gradient
+    return [forward, Work("embedding", "weight_grad", "memory", none, moved + 2 * table_bytes, 2)]
 
 
 def head_work(s: Shapes) -> list[Work]:
