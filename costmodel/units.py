@@ -7,22 +7,14 @@ axis of draws where the rates have one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from trainplan.costmodel.collectives import (
-    Group,
-    all_gather_s,
-    all_reduce_s,
-    all_to_all_s,
-    group,
-    p2p_s,
-    reduce_scatter_s,
-)
+from trainplan.costmodel.collectives import all_gather_s, all_reduce_s, all_to_all_s, group, p2p_s, reduce_scatter_s
+from trainplan.costmodel.data_parallel import DataParallel
 from trainplan.costmodel.job import Job
 from trainplan.costmodel.kernel_seconds import KernelSeconds
-from trainplan.costmodel.lora import adapter_parameters
 from trainplan.costmodel.model import AttentionKind, MlpKind
 from trainplan.costmodel.rates import Rates
 from trainplan.costmodel.stacks import Stack
@@ -81,15 +73,18 @@ class Units:
 
 def unit_seconds(job: Job, stack: Stack, table: StrategyTable, rates: Rates) -> Units:
     """Price every unit of ``job``; shapes broadcast as ``[draws, rows]``."""
-    shapes = Shapes(job, table, stack)
-    pricer = _Pricer(shapes, rates)
-    kinds = dict.fromkeys(job.model.layer_kinds())
-    h, e = job.model.hidden_size, shapes.element_bytes
-    sent = shapes.norm_tokens * h * e
+    model, shapes = job.model, Shapes(job, table, stack)
+    few, back = distinct(table)
+    pricer, shared = _Pricer(Shapes(job, few, stack), rates), DataParallel(shapes, rates)
+    sent = shapes.norm_tokens * model.hidden_size * shapes.element_bytes
+    rows = model.vocab_size * model.hidden_size
+    own_rows = 0 if model.tie_word_embeddings else rows
     return Units(
-        layers={kind: pricer.layer(kind) for kind in kinds},
-        embedding=pricer.embedding(),
-        head=pricer.head(),
+        layers={
+            kind: _unit(pricer.layer(kind), back, shared.layer(*kind)) for kind in dict.fromkeys(model.layer_kinds())
+        },
+        embedding=_unit(pricer.embedding(), back, shared.edge(rows)),
+        head=_unit(pricer.head(), back, shared.edge(own_rows, model.final_norm_parameters())),
         send=np.where(table["pp"] > 1, p2p_s(sent, _pipeline_span(table), rates), 0.0),
         optimizer_per_parameter=np.asarray(stack.optimizer_traffic_bytes / np.asarray(rates.memory))
         + _offload_s(table, rates),
@@ -97,6 +92,41 @@ def unit_seconds(job: Job, stack: Stack, table: StrategyTable, rates: Rates) -> 
         overlaps_gather=table["overlap_param_gather"],
         overlaps_reduce=table["overlap_grad_reduce"],
         contention=np.asarray(rates.contention),
+    )
+
+
+COMPUTE_FIELDS = (
+    "tp", "sp", "cp", "cp_method", "ep", "etp", "micro_batch_size", "token_budget", "precision", "attention", "compile",
+    "fused_kernels", "loss_chunk", "packing", "recompute", "recompute_modules", "overlap_tp", "collective_algo",
+)  # fmt: skip
+"""What the computation and inline communication of a unit depend on."""
+WORTHWHILE = 64
+"""Rows from which it pays to look for equal ones."""
+
+
+def distinct(table: StrategyTable) -> tuple[StrategyTable, Column | None]:
+    """(strategies whose units differ, where each row of ``table`` finds its own); None: all rows are kept."""
+    if len(table.shape) != 1 or table.size < WORTHWHILE:
+        return table, None
+    code = np.zeros(table.size, dtype=np.int64)
+    for name in COMPUTE_FIELDS:
+        column = table[name]
+        if column.ndim:
+            values, place = np.unique(column, return_inverse=True)
+            code = code * len(values) + place
+    _, first, back = np.unique(code, return_index=True, return_inverse=True)
+    return (table, None) if 2 * len(first) > table.size else (table.take(first), back)
+
+
+def _unit(of: Computed, back: Column | None, shared: tuple[Column, Column]) -> Unit:
+    """A unit of every row, from those of distinct rows and each row's data-parallel traffic."""
+
+    def spread(column: Column) -> Column:
+        return column if back is None or column.ndim == 0 or column.shape[-1] == 1 else column[..., back]
+
+    inline = {name: (spread(forward), spread(backward)) for name, (forward, backward) in of.inline.items()}
+    return Unit(
+        spread(of.forward), spread(of.input_grad), spread(of.weight_grad), spread(of.recompute), inline, *shared
     )
 
 
@@ -115,33 +145,28 @@ def _offload_s(t: StrategyTable, rates: Rates) -> Column:
     return np.where(t["optimizer_offload"], (4 + 2) / np.asarray(rates.host_link), 0.0)
 
 
+@dataclass(frozen=True)
+class Computed:
+    """A `Unit` without its data-parallel traffic."""
+
+    forward: Column
+    input_grad: Column
+    weight_grad: Column
+    recompute: Column
+    inline: dict[str, tuple[Column, Column]]
+
+
 class _Pricer:
     """Turns work into seconds for the strategies of one table."""
 
     def __init__(self, shapes: Shapes, rates: Rates) -> None:
         self.shapes, self.rates, self.t = shapes, rates, shapes.table
         self.kernels = KernelSeconds(shapes, rates)
-        stride = self.t["tp"] * np.where(self.t.chosen("rank_order", "tp-cp-pp-dp"), self.t["pp"], 1)
-        sharded = ~self.t.chosen("sharding", "none")
-        shard = np.where(sharded, self.t["dp_shard"] * self.t["cp"], 1)
-        replicas = self.t.dp * self.t["cp"] // shard
         self.tp_group = group(self.t["tp"], np.ones((), dtype=int), rates)
         self.cp_group = group(self.t["cp"], self.t["tp"], rates)
         self.ep_group = group(self.t["ep"], self.t["etp"], rates)
-        self.shard_group = group(shard, stride, rates)
-        self.replica_group = group(replicas, stride * shard, rates)
-        expert_ranks = np.maximum(self.t["tp"] * self.t["cp"] * self.t["dp_shard"] // (self.t["ep"] * self.t["etp"]), 1)
-        self.expert_shard_group = group(np.where(sharded, expert_ranks, 1), self.t["ep"] * self.t["etp"], rates)
-        self.expert_replicas = np.maximum(
-            self.t["tp"]
-            * self.t["cp"]
-            * self.t.dp
-            // (self.t["ep"] * self.t["etp"])
-            // np.where(sharded, expert_ranks, 1),
-            1,
-        )
 
-    def layer(self, kind: LayerKind) -> Unit:
+    def layer(self, kind: LayerKind) -> Computed:
         work = layer_work(self.shapes, *kind)
         forward, input_grad, weight_grad = (self.kernels.total(work, phase) for phase in PHASES)
         tensor = self._tensor_parallel_s(forward)
@@ -155,36 +180,25 @@ class _Pricer:
             "expert_parallel": (experts, experts),
         }
         recompute = self._recompute_s(work, forward, tensor, context[0] + experts)
-        model = self.shapes.job.model
-        routed = model.expert_parameters() * model.moe.num_experts if model.moe and kind[1] == "moe" else 0
-        dense = model.layer_parameters(*kind) - routed
-        experts_here = routed / (self.t["ep"] * self.t["etp"])
-        lora = self.shapes.job.workload.lora
-        trained = None if lora is None else adapter_parameters(model, lora, *kind) / self.t["tp"]
-        gather, reduce = self._data_parallel_s(dense / self.t["tp"], experts_here, trained)
-        return Unit(forward, input_grad, weight_grad, recompute, inline, gather, reduce)
+        return Computed(forward, input_grad, weight_grad, recompute, inline)
 
-    def embedding(self) -> Unit:
-        model = self.shapes.job.model
-        return self._edge(embedding_work(self.shapes), model.vocab_size * model.hidden_size)
+    def embedding(self) -> Computed:
+        """The look-up; its partial rows are summed over tp in forward."""
+        computed, summed = self._edge(embedding_work(self.shapes))
+        return replace(computed, inline={"tensor_parallel": (summed, np.zeros(()))})
 
-    def head(self) -> Unit:
-        model = self.shapes.job.model
-        table = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
-        return self._edge(head_work(self.shapes), table, model.final_norm_parameters())
+    def head(self) -> Computed:
+        """Final norm, projection and loss; the gradients of their input are summed over tp in backward."""
+        computed, summed = self._edge(head_work(self.shapes))
+        forward = computed.forward + self.shapes.stack.micro_batch_host_s * self.rates.host
+        return replace(computed, forward=forward, inline={"tensor_parallel": (np.zeros(()), summed)})
 
-    def _edge(self, work: Sequence[Work], table: int, norm: int = 0) -> Unit:
+    def _edge(self, work: Sequence[Work]) -> tuple[Computed, Column]:
+        """(computation, seconds of an all-reduce of the hidden states over tp)."""
         forward, input_grad, weight_grad = (self.kernels.total(work, phase) for phase in PHASES)
-        frozen = None if self.shapes.job.workload.lora is None else np.zeros(())
-        gather, reduce = self._data_parallel_s(table / self.t["tp"] + norm, np.zeros(()), frozen)
         message = self.shapes.tokens * self.shapes.job.model.hidden_size * self.shapes.element_bytes
         inline = np.where(self.t["tp"] > 1, all_reduce_s(message, self.tp_group, self.rates), 0.0)
-        zero = np.zeros(())
-        if work[0].name != "embedding":
-            forward = forward + self.shapes.stack.micro_batch_host_s * self.rates.host
-        # The look-up's partial rows are summed in forward; the head's input gradients in backward.
-        summed = (inline, zero) if work[0].name == "embedding" else (zero, inline)
-        return Unit(forward, input_grad, weight_grad, zero, {"tensor_parallel": summed}, gather, reduce)
+        return Computed(forward, input_grad, weight_grad, np.zeros(()), {}), inline
 
     def _tensor_parallel_s(self, forward: Column) -> Column:
         """Two all-reduces of the activations per pass; with sp two all-gathers and two reduce-scatters instead.
@@ -256,27 +270,3 @@ class _Pricer:
             [forward + tensor + comm, named],
             np.zeros(()),
         )
-
-    def _data_parallel_s(self, dense: Column, routed: Column, trained: Column | None = None) -> tuple[Column, Column]:
-        """(gather, reduce) seconds of a unit with ``dense`` and ``routed`` parameters on this tp rank.
-
-        Gather: the compute copy over the shard group, frozen weights too. Reduce: reduce-scatter over the shard group
-        and all-reduce of the own shard over the replicas; of the ``trained`` parameters only, where they are fewer.
-        """
-        width = np.select([self.t.chosen("reduce_dtype", "fp32"), self.t.chosen("reduce_dtype", "bf16")], [4, 2], 1)
-        e, algo = self.shapes.element_bytes, self.t["collective_algo"]
-        expert_replica = Group(self.expert_replicas, np.minimum(self.replica_group.local, self.expert_replicas))
-        # FSDP2 scatters gradients of every micro-batch where they are sharded, and sums over replicas at the end.
-        every = self.t.at_least("sharding", "gradients")
-        once = np.where(every & self.shapes.stack.fsdp2, 1 / self.t["grad_accum"], 1.0)
-        gather, reduce = np.zeros(()), np.zeros(())
-        for count, learns, shard, replica in (
-            (dense, dense if trained is None else trained, self.shard_group, self.replica_group),
-            (routed, routed if trained is None else np.zeros(()), self.expert_shard_group, expert_replica),
-        ):
-            if np.any(count):
-                gather = gather + all_gather_s(count * e, shard, self.rates)
-            if np.any(learns):
-                reduce = reduce + reduce_scatter_s(learns * width, shard, self.rates)
-                reduce = reduce + once * all_reduce_s(learns * width / shard.n, replica, self.rates, algo)
-        return gather, reduce
