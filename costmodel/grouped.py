@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -10,9 +11,14 @@ import numpy.typing as npt
 from trainplan.costmodel.gemm import GemmModel
 
 Array = npt.NDArray[np.float64]
-GROUPED_SLOWER = 1.15
-"""Over one product with the padded rows of all groups: between 0.92 (A100 PCIe) and 1.2 (B200), the medians of
-SimuMax's grouped tables over their single ones; benchmarks/gemm_accuracy.py prints them."""
+GROUPED_SLOWER: Mapping[int, float] = {256: 1.15}
+"""Rows of a tile -> seconds over one product with the padded rows of all groups, 1 elsewhere: medians of SimuMax's
+grouped tables over its single ones are 1.05 to 1.2 on the B200, whose tiles have 256 rows, and 0.9 on the A100 PCIe;
+benchmarks/kernel_accuracy.py prints them."""
+
+
+def _slower(model: GemmModel) -> float:
+    return GROUPED_SLOWER.get(model.group_rows, 1.0)
 
 
 def grouped_gemm_s(
@@ -41,7 +47,7 @@ def grouped_gemm_s(
     each = np.ceil(tokens / groups / model.group_rows) * model.group_rows
     seconds = model.seconds(each * groups * imbalance, n, k)
     weights = (groups - 1) * n * k * model.element_bytes / model.base.bytes_per_s
-    return np.asarray(np.where(tokens > 0, np.maximum(GROUPED_SLOWER * seconds, weights), 0.0))
+    return np.asarray(np.where(tokens > 0, np.maximum(_slower(model) * seconds, weights), 0.0))
 
 
 def grouped_weight_grad_s(
@@ -65,4 +71,4 @@ def grouped_weight_grad_s(
     groups = np.asarray(groups, float)
     alone = replace(model, base=replace(model.base, fixed_s=0.0, floor_s=0.0))
     each = alone.seconds(k, n, np.asarray(tokens, float) / groups, accumulate_fp32=accumulates)
-    return np.asarray(groups * each + model.base.fixed_s + model.base.floor_s)
+    return np.asarray(_slower(model) * groups * each + model.base.fixed_s + model.base.floor_s)

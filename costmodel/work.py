@@ -206,8 +206,8 @@ def _adapter(s: Shapes, m: Column, n: Column, k: Column, part: str, rank: int) -
         yield Work(name, "weight_grad", "matmul", flops, moved, 1, part, Product(columns, rows, m))
     none = np.zeros(())
     # Dropout of the input (read, write, mask), scaling and addition to the output; backward the same and a sum.
-    yield Work("lora", "forward", "memory", none, (2 * e + 1) * m * k + 5 * e * m * n, 4, part, eager=True)
-    yield Work("lora", "input_grad", "memory", none, (5 * e + 1) * m * k + 2 * e * m * n, 4, part, eager=True)
+    yield Work("lora", "forward", "memory", none, (2 * e + 1) * m * k + 5 * e * m * n, 4, part)
+    yield Work("lora", "input_grad", "memory", none, (5 * e + 1) * m * k + 2 * e * m * n, 4, part)
 
 
 CHAINS = ("norm", "rope")
