@@ -39,7 +39,7 @@ class DataParallel:
         return self._seconds(dense / t["tp"], routed / (t["ep"] * t["etp"]), trained)
 
     def edge(self, table: int, whole: int = 0) -> tuple[Column, Column]:
-        """(gather, reduce) seconds of an embedding ``table`` that tp splits, and of ``whole`` parameters of each rank."""
+        """(gather, reduce) seconds of an embedding ``table`` that tp splits and ``whole`` parameters of each rank."""
         frozen = None if self.shapes.job.workload.lora is None else np.zeros(())
         return self._seconds(table / self.t["tp"] + whole, np.zeros(()), frozen)
 

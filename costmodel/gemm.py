@@ -263,6 +263,12 @@ def _model(
 LIBRARIES: tuple[Library, ...] = ("torch", "transformer_engine")
 
 
+def has_table(device: Device) -> bool:
+    """Whether products of this GPU, or of another part of its die, were measured."""
+    known = {key.split("/")[0] for key in read_json("measurements", "gemm_fit.json")}
+    return SAME_DIE.get(device.name, device.name) in known
+
+
 def tables(name: str, precision: str) -> list[Mapping[str, Any]]:
     """The tables of a device, by its exact name."""
     every: list[Mapping[str, Any]] = read_json("measurements", "gemm.json")["tables"]

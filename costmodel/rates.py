@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trainplan.costmodel.errors import ProfileError
+from trainplan.costmodel.gemm import has_table
 from trainplan.costmodel.hardware import Cluster, Link, Precision, Provenance, Quantity
 from trainplan.costmodel.hardware_presets import gpu_facts, scale_up_link
 from trainplan.costmodel.link_curves import LinkCurves, link_curves
@@ -110,13 +111,16 @@ def rates(cluster: Cluster, precision: Precision, draws: int = 0, seed: int = 0)
     device = cluster.device
     generator = np.random.default_rng(seed)
     used: list[Provenance] = []
+    measured = device.name not in gpu_facts() or has_table(device)  # a machine of the user's own was measured
 
     def draw(quantity: Quantity, note: bool = True) -> Value:
+        # What is carried over from other GPUs to one that has no table of its own is as good as its datasheet.
+        known = quantity.provenance if measured or quantity.provenance == "measured" else "datasheet"
         if note:
-            used.append(quantity.provenance)
+            used.append(known)
         if not draws:
             return quantity.value
-        spread = PRIOR_LOG_SD[quantity.provenance]
+        spread = PRIOR_LOG_SD[known]
         return quantity.value * np.exp(spread * generator.standard_normal((draws, 1)))
 
     def link(of: Link | None, note: bool) -> LinkRates:

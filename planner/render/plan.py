@@ -78,6 +78,8 @@ def print_estimate(to: Console, plan: Plan, limit_bytes: float) -> None:
 
 def _based_on(estimate: Estimate) -> str:
     weakest = estimate.weakest_provenance
+    if weakest == "datasheet":
+        return "datasheet only: no kernel of this GPU was measured"
     return "measured rates" if weakest == "measured" else f"{weakest} rates, or better"
 
 

@@ -170,3 +170,17 @@ def test_price_per_billion_tokens(round_cluster: MakeCluster) -> None:
     of = job(Cluster(**{**base.model_dump(), "price_per_gpu_hour": cost}))
     result = estimate(of, "native", Strategy(dp_shard=8, sharding="parameters", grad_accum=2))
     assert result.price_per_1b_tokens == pytest.approx(16 / 3600 * 1e9 / result.tokens_per_s)
+
+
+def test_a_gpu_that_nobody_measured_says_so_and_has_a_wide_interval() -> None:
+    """The L40S has datasheet numbers and what other GPUs' shares of theirs suggest; the A100 has tables."""
+
+    def half_width(cluster: str) -> tuple[str, float]:
+        found = estimate(job(load_cluster(cluster), "Qwen/Qwen2.5-0.5B"), "native", Strategy(grad_accum=16))
+        step = found.step_time_s
+        return found.weakest_provenance, (step.high - step.low) / 2 / step.mid
+
+    unknown, known = half_width("1xL40S"), half_width("1xA100")
+    assert unknown[0] == "datasheet"
+    assert known[0] != "datasheet"
+    assert unknown[1] > 1.3 * known[1]
