@@ -265,7 +265,7 @@ LIBRARIES: tuple[Library, ...] = ("torch", "transformer_engine")
 
 def has_table(device: Device) -> bool:
     """Whether products of this GPU, or of another part of its die, were measured."""
-    known = {key.split("/")[0] for key in read_json("measurements", "gemm_fit.json")}
+    known = {key.split("/")[0] for key in read_json("measurements", "gemm_fit.json")["tables"]}
     return SAME_DIE.get(device.name, device.name) in known
 
 
