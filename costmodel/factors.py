@@ -122,7 +122,7 @@ class FittedFactors:
         """
         if not draws:
             single = multipliers(names, self.index, self.theta[None])
-            return Multipliers(**{kind: float(value.item()) for kind, value in vars(single).items()})
+            return Multipliers(**{kind: float(np.squeeze(value)) for kind, value in vars(single).items()})
         known = np.random.default_rng(seed).standard_normal((draws, len(self.names)))
         theta = self.theta + known @ np.linalg.cholesky(self.cov + 1e-12 * np.eye(len(self.names))).T
         extra = [name for of in names.values() for name in of if name not in self.index]

@@ -1,0 +1,26 @@
+"""The table of published frameworks: each names a stack that exists, and nothing of a row's model or result."""
+
+from trainplan.costmodel.stacks import STACKS
+from trainplan.costmodel.strategy import Strategy
+from trainplan.planner.frameworks import FRAMEWORKS, REVISIONS, framework
+
+
+def test_every_entry_names_a_stack_and_fields_of_a_strategy() -> None:
+    for entry in FRAMEWORKS:
+        assert entry.stack in STACKS, entry.name
+        assert set(entry.strategy) <= set(Strategy.model_fields), entry.name
+        assert len(entry.why) > 40, entry.name
+
+
+def test_a_more_special_entry_comes_before_a_general_one() -> None:
+    """Each entry is found by its own name, source and task: no earlier one hides it."""
+    for entry in FRAMEWORKS:
+        assert framework(entry.name + " 1.0", f"github:{entry.source}/x", entry.task or "pretrain") is entry
+
+
+def test_an_unknown_framework_has_no_entry() -> None:
+    assert framework("Homemade", "", None) is None
+
+
+def test_revisions_are_named_once() -> None:
+    assert len(set(REVISIONS)) == len(REVISIONS)
