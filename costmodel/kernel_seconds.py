@@ -88,6 +88,9 @@ class KernelSeconds:
         model = gemm_model(self.device, precision, self.shapes.stack.gemm_library)
         if np.all(np.asarray(shape.groups) == 1):
             seconds = _seconds(model, shape.m, shape.n, shape.k, shape.accumulates)
+        elif self.shapes.stack.loops_over_experts:
+            # One product per expert: m holds all experts' rows, of tokens or of a gradient.
+            seconds = shape.groups * _seconds(model, shape.m / shape.groups, shape.n, shape.k, shape.accumulates)
         elif work.phase == "weight_grad":
             rows = shape.m / shape.groups  # of one gradient
             seconds = grouped_weight_grad_s(

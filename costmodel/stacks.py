@@ -42,6 +42,7 @@ class Stack:
             non-reentrant checkpoint).
         sends_once_per_domain: A token goes over the network once to each scale-up domain that has one of its experts,
             and is copied inside it (DeepEP and Megatron's hybrid dispatcher); otherwise once per expert.
+        loops_over_experts: One product and activation per expert (Transformers' modules); otherwise grouped kernels.
         shard_broadcast_s: Host time per shard where updated parameters return from sharded optimizers by one broadcast
             per rank instead of an all-gather [s].
         host_launch_s: Host time per kernel launched on a GPU [s].
@@ -64,6 +65,7 @@ class Stack:
     gemm_library: Literal["torch", "transformer_engine"] = "torch"
     stops_early: bool = False
     sends_once_per_domain: bool = False
+    loops_over_experts: bool = False
     shard_broadcast_s: float = 0.0
     host_launch_s: float = 8e-6
     micro_batch_host_s: float = 0.0
@@ -89,7 +91,10 @@ STACKS: dict[str, Stack] = {
         ),
         Stack("torchtitan", EAGER_BF16, EAGER_FP32, fsdp2=True, masks_documents=False, rendezvous_p2p=True),
         Stack("accelerate", EAGER_BF16, EAGER_FP32, fsdp2=True, masks_documents=False, rendezvous_p2p=False),
-        Stack("deepspeed", EAGER_BF16, EAGER_FP32, fsdp2=False, masks_documents=False, rendezvous_p2p=False),
+        Stack(
+            "deepspeed", EAGER_BF16, EAGER_FP32, fsdp2=False, masks_documents=False, rendezvous_p2p=False,
+            loops_over_experts=True,
+        ),
         Stack(
             "megatron", FUSED, FUSED, fsdp2=False, masks_documents=False, rendezvous_p2p=False,
             fuses_projections=True, accumulates_fp32=True, gemm_library="transformer_engine",
@@ -125,7 +130,7 @@ STACKS: dict[str, Stack] = {
         ),
         Stack(  # hooks around every module fetch and release its parameters from Python
             "hf-deepspeed-zero3", EAGER_BF16, EAGER_FP32, fsdp2=False, masks_documents=False, rendezvous_p2p=False,
-            host_launch_s=180e-6,
+            host_launch_s=180e-6, loops_over_experts=True,
         ),
     )
 }  # fmt: skip

@@ -170,13 +170,14 @@ def _gemm(
     e, flops = s.element_bytes, 2 * m * n * k
     moved = e * (m * k + groups * k * n + m * n)
     lora = s.job.workload.lora
-    yield Work(name, "forward", "matmul", flops, moved, 1, part, Product(m, n, k, groups))
-    yield Work(name, "input_grad", "matmul", flops, moved, 1, part, Product(m, k, n, groups))
+    launches = groups if s.stack.loops_over_experts else 1
+    yield Work(name, "forward", "matmul", flops, moved, launches, part, Product(m, n, k, groups))
+    yield Work(name, "input_grad", "matmul", flops, moved, launches, part, Product(m, k, n, groups))
     if lora is None:
         accumulates = s.stack.accumulates_fp32
         added = np.where(accumulates, (8 - e) * groups * k * n, 0)
         shape = Product(k * groups, n, m / groups, groups, accumulates)
-        yield Work(name, "weight_grad", "matmul", flops, moved + added, 1, part, shape)
+        yield Work(name, "weight_grad", "matmul", flops, moved + added, launches, part, shape)
     elif name in lora.target_modules or (name in FUSED_TARGETS and set(FUSED_TARGETS[name]) & set(lora.target_modules)):
         yield from _adapter(s, m, n, k, part, lora.rank)
     if lora is not None and lora.base_dtype == "int4" and name != "lm_head":
@@ -215,26 +216,19 @@ CHAINS = ("norm", "rope")
 kernels (activations, additions, the loss) reach it one by one."""
 
 
-def _pointwise(s: Shapes, kernel: str, elements: Column, part: str = "other") -> Iterator[Work]:
+def _pointwise(
+    s: Shapes, kernel: str, elements: Column, part: str = "other", calls: Column | float = 1.0
+) -> Iterator[Work]:
+    """An operation on ``elements``, in ``calls`` equal pieces."""
     e, none = s.element_bytes, np.zeros(())
     for share, k in s.kernel(kernel):
-        forward, backward = traffic(k.forward, e) * elements, traffic(k.backward, e) * elements
         eager = k.forward_launches > 1 and kernel in CHAINS
-        yield Work(
-            kernel, "forward", "memory", none, share * forward, share * k.forward_launches, part, None, share, eager
-        )
-        yield Work(
-            kernel,
-            "input_grad",
-            "memory",
-            none,
-            share * backward,
-            share * k.backward_launches,
-            part,
-            None,
-            share,
-            eager,
-        )
+        for phase, counts, launches in (
+            (PHASES[0], k.forward, k.forward_launches),
+            (PHASES[1], k.backward, k.backward_launches),
+        ):
+            moved = share * traffic(counts, e) * elements
+            yield Work(kernel, phase, "memory", none, moved, share * launches * calls, part, None, share, eager)
 
 
 def attention_work(s: Shapes, kind: AttentionKind) -> Iterator[Work]:
@@ -394,7 +388,8 @@ def _glu_mlp(s: Shapes, name: str, tokens: Column, width: Column, groups: Column
         yield from _gemm(s, "up_proj", tokens, width, h, "mlp", groups)
     else:
         yield from _gemm(s, f"{name}_up", tokens, (2 if gated else 1) * width, h, "mlp", groups)
-    yield from _pointwise(s, "glu" if gated else "gelu", tokens * width, "mlp")
+    calls = groups if s.stack.loops_over_experts else 1.0
+    yield from _pointwise(s, "glu" if gated else "gelu", tokens * width, "mlp", calls)
     yield from _gemm(s, f"{name}_down", tokens, h, width, "mlp", groups)
 
 

@@ -16,7 +16,7 @@ REVISIONS: tuple[str, ...] = (
     "Megatron-DeepSpeed (vTrain): fused kernels, not none; host time per launch and per micro-batch; fp16 reduction",
     "HF Transformers + DeepSpeed: fused norm and rotary kernels; host time per launch with adapters and under ZeRO-3",
     "InternEvo: a broadcast per shard after the step",
-    "Megatron-SWIFT, ms-swift: packed documents of 1024 tokens",
+    "Megatron-SWIFT, ms-swift: packed documents of 1024 tokens; ZeRO-3's hooks",
     "Megatron-DeepSpeed (BigScience): a stack apart from Megatron-LM's",
     "Composer/llm-foundry: a third, not 40 %, of the tensor rate for first-generation flash-attention",
     "Megatron-Bridge: tokens cross the network once per domain",
@@ -34,6 +34,7 @@ class Framework:
         stack: Key of `trainplan.costmodel.stacks.STACKS`.
         strategy: Fields of `Strategy` that its scripts set.
         silent: Values of row fields where a row is silent, from the framework's or script's defaults.
+        stack_of_sharded_parameters: Stack of rows that shard parameters, where another one runs then.
         document_tokens: Length of the documents that a row with packing holds, which its scripts' data sets have.
         pads_vocabulary: The vocabulary is padded to a multiple of this times tp.
         why: Version range, flags, and where they are documented.
@@ -48,6 +49,7 @@ class Framework:
     task: str = ""
     pads_vocabulary: int = 1
     document_tokens: int = 0
+    stack_of_sharded_parameters: str = ""
 
 
 UNOVERLAPPED = {"overlap_grad_reduce": False, "overlap_param_gather": False}
@@ -144,9 +146,11 @@ FRAMEWORKS = (
     Framework(
         "ms-swift + DeepSpeed",
         "deepspeed",
-        "ms-swift 3.x on Transformers and DeepSpeed; flash-attention 2, as packing needs it; the same data.",
+        "ms-swift 3.x on Transformers and DeepSpeed; flash-attention 2, as packing needs it; the same data. ZeRO-3 hooks "
+        "every module, each expert's too.",
         {"attention": "flash"},
         document_tokens=1024,
+        stack_of_sharded_parameters="hf-deepspeed-zero3",
     ),
     Framework(
         "torchtitan",

@@ -213,7 +213,8 @@ def interpret(row: Row) -> Run:
         lora=_lora(row),
         length_histogram=((packed, 1.0),) if packed else (),
     )
-    return Run(Job(spec, cluster, workload), entry.stack, Strategy(**values))
+    hooked = entry.stack_of_sharded_parameters if sharding == "parameters" else ""
+    return Run(Job(spec, cluster, workload), hooked or entry.stack, Strategy(**values))
 
 
 def _filled(row: Row, entry: Framework) -> Row:
