@@ -79,7 +79,7 @@ class Work:
     unit: Literal["matmul", "attention", "memory"]
     flops: Column
     bytes: Column
-    launches: Column | int
+    launches: Column | float
     part: str = "other"
     shape: Product | Mixer | None = None
     share: Column | float = 1.0
