@@ -203,9 +203,13 @@ def _rank(rank: int, s: Shapes, stack: Stack, place: Layout, held: Held, fixed: 
             at = t.at_least("sharding", level)
             return np.asarray((layers + edge) / np.where(at, shard, 1) + routed / np.where(at, expert_shard, 1))
 
-        parameters, optimizer = 2 * split("parameters"), np.where(t["optimizer_offload"], 0, 12 * split("optimizer"))
+        parameters, optimizer = (
+            2 * split("parameters"),
+            np.where(t["optimizer_offload"], 0, stack.optimizer_state_bytes * split("optimizer")),
+        )
         moved = np.where(t.at_least("sharding", "parameters"), 2 * 2 * (largest + edge), 0)
-        moments = [*whole_moments(s, place, held, 4 * split("gradients"), moved)]
+        gradients = 4 * split("gradients") + stack.gradient_copy_bytes * (layers + edge + routed)
+        moments = [*whole_moments(s, place, held, gradients, moved)]
     return RankBytes(rank, np.asarray(parameters), np.asarray(optimizer), tuple(moments), fixed)
 
 

@@ -100,11 +100,29 @@ def whole_moments(s: Shapes, place: Layout, held: Held, gradients: Column, gathe
     batch = batch_bytes(s)
     last = place.num_stages - 1 in held.stages
     if last:
-        for work, saved in _at_the_head(s, held):
-            yield Moment(gradients, gathered, saved, batch + work)
+        for i, (work, saved) in enumerate(_at_the_head(s, held)):
+            own = s.element_bytes * held.head if i == 1 else np.zeros(())  # its weight gradient, before it is added
+            yield Moment(gradients, gathered, saved, batch + work + own)
+    if 0 in held.stages:  # the look-up's dense gradient, when the micro-batch's other activations are gone
+        others = held.activations - sum((_stage_bytes(s, place, stage) for stage in held.stages), start=np.zeros(()))
+        dense = s.element_bytes * held.table + boundary_bytes(s)
+        yield Moment(gradients, gathered, np.maximum(others, 0), batch + dense)
     for stage in held.stages:
         for _, _, saved, work, _ in _at_layers(s, place, held, stage):
             yield Moment(gradients, gathered, saved, batch + work)
+
+
+def _stage_bytes(s: Shapes, place: Layout, stage: int) -> Column:
+    """What one micro-batch keeps of a stage's layers."""
+    return np.asarray(
+        sum(
+            (
+                count * (kept_bytes(s, kind) if again else saved_bytes(s, kind))
+                for (kind, again), count in place.counts(stage).items()
+            ),
+            start=np.zeros(()),
+        )
+    )
 
 
 def _at_the_head(s: Shapes, held: Held) -> list[tuple[Column, Column]]:

@@ -6,7 +6,7 @@ A `Stack` belongs to a framework, a range of its versions and documented flags, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from trainplan.costmodel.kernel_sets import (
@@ -49,6 +49,10 @@ class Stack:
         micro_batch_host_s: Host time per micro-batch that the device waits for: handing the batch to the
             tensor-parallel ranks, building masks and positions, reading the loss back [s].
         step_host_s: Host time per optimizer step that nothing hides: loader, loss read-back, logging [s].
+        parallel_loss_is_eager: Under tp the loss over a split vocabulary is not compiled (PyTorch's loss_parallel).
+        gradient_copy_bytes: Per parameter, of gradients in the compute type that stay beside the fp32 ones they are
+            added to [bytes].
+        optimizer_state_bytes: Per parameter, without FSDP2: fp32 master weight and two moments [bytes].
         comm_buffer_bytes: Communication library buffers of a process [bytes].
         context_bytes: Device context and loaded libraries of a process [bytes].
     """
@@ -73,6 +77,9 @@ class Stack:
     optimizer_traffic_bytes: float = 7 * 4 + 4 + 8
     """Per parameter and step: AdamW reads p, g, m, v and writes p, m, v in fp32; the gradient norm reads once and
     scaling reads and writes."""
+    parallel_loss_is_eager: bool = False
+    gradient_copy_bytes: float = 0.0
+    optimizer_state_bytes: float = 12.0
     comm_buffer_bytes: float = 342e6
     """342 to 392 MB by group size: ai-dynamo/aiconfigurator, system files, nccl_mem."""
     context_bytes: float = 0.6e9
@@ -83,30 +90,36 @@ class Stack:
         return self.kernels_bf16 if element_bytes < 4 else self.kernels_fp32
 
 
+_MEGATRON = Stack(
+    "megatron", FUSED, FUSED, fsdp2=False, masks_documents=False, rendezvous_p2p=False, fuses_projections=True,
+    accumulates_fp32=True, gemm_library="transformer_engine", optimizer_traffic_bytes=7 * 4 + 12 + 2,
+    sends_once_per_domain=True,
+)  # fmt: skip
 STACKS: dict[str, Stack] = {
     stack.name: stack
     for stack in (
         Stack(
             "native", EAGER_BF16, EAGER_FP32, fsdp2=True, masks_documents=True, rendezvous_p2p=True, stops_early=True,
         ),
-        Stack("torchtitan", EAGER_BF16, EAGER_FP32, fsdp2=True, masks_documents=False, rendezvous_p2p=True),
+        Stack(
+            "torchtitan", EAGER_BF16, EAGER_FP32, fsdp2=True, masks_documents=False, rendezvous_p2p=True,
+            parallel_loss_is_eager=True,
+        ),
         Stack("accelerate", EAGER_BF16, EAGER_FP32, fsdp2=True, masks_documents=False, rendezvous_p2p=False),
         Stack(
             "deepspeed", EAGER_BF16, EAGER_FP32, fsdp2=False, masks_documents=False, rendezvous_p2p=False,
             loops_over_experts=True,
         ),
-        Stack(
-            "megatron", FUSED, FUSED, fsdp2=False, masks_documents=False, rendezvous_p2p=False,
-            fuses_projections=True, accumulates_fp32=True, gemm_library="transformer_engine",
-            optimizer_traffic_bytes=7 * 4 + 12 + 2, sends_once_per_domain=True,
-        ),
+        _MEGATRON,
+        # Transformer Engine's precision-aware optimizer with both moments in bf16
+        replace(_MEGATRON, name="megatron-bf16-moments", optimizer_state_bytes=8.0),
         Stack(
             "megatron-lm-2022", MEGATRON_GPT, FUSED, fsdp2=False, masks_documents=False, rendezvous_p2p=False,
             fuses_projections=True, accumulates_fp32=True,
         ),
-        Stack(  # gradients are added to fp32 ones by kernels of their own
+        Stack(  # gradients are added to fp32 ones by kernels of their own; six communicators
             "megatron-deepspeed-fused", MEGATRON_GPT, FUSED, fsdp2=False, masks_documents=False, rendezvous_p2p=False,
-            fuses_projections=True, accumulates_fp32=True,
+            fuses_projections=True, accumulates_fp32=True, gradient_copy_bytes=2, comm_buffer_bytes=6 * 0.6e9,
         ),
         Stack(
             "megatron-deepspeed", MEGATRON_GPT, FUSED, fsdp2=False, masks_documents=False,

@@ -123,7 +123,8 @@ class Shapes:
 
     def fused(self, name: str) -> Column:
         """Rows in which an operation's fused kernel runs (bool)."""
-        return self._fused[name]
+        eager = name == "loss" and self.stack.parallel_loss_is_eager
+        return self._fused[name] & (self.table["tp"] == 1) if eager else self._fused[name]
 
     @cached_property
     def _fused(self) -> dict[str, Column]:

@@ -144,10 +144,19 @@ FRAMEWORKS = (
         {"recompute": "full", "zero_or_fsdp": "DeepSpeed ZeRO-2"},
     ),
     Framework(
+        "ms-swift + DeepSpeed + Liger",
+        "deepspeed",
+        "As ms-swift + DeepSpeed, with Liger's kernels: the loss in chunks that keep the logits as small as the hidden "
+        "states, fused norm, rotary and SwiGLU kernels.",
+        {"attention": "flash", "fused_kernels": ("norm", "rope", "swiglu"), "loss_chunk": 512},
+        document_tokens=1024,
+        stack_of_sharded_parameters="hf-deepspeed-zero3",
+    ),
+    Framework(
         "ms-swift + DeepSpeed",
         "deepspeed",
-        "ms-swift 3.x on Transformers and DeepSpeed; flash-attention 2, as packing needs it; the same data. ZeRO-3 hooks "
-        "every module, each expert's too.",
+        "ms-swift 3.x on Transformers and DeepSpeed; flash-attention 2, as packing needs it; the same data. ZeRO-3 "
+        "hooks every module, each expert's too.",
         {"attention": "flash"},
         document_tokens=1024,
         stack_of_sharded_parameters="hf-deepspeed-zero3",
@@ -155,8 +164,8 @@ FRAMEWORKS = (
     Framework(
         "torchtitan",
         "torchtitan",
-        "torchtitan of 2024 and 2025 with torch.compile on every block.",
-        {"compile": True},
+        "torchtitan of 2024 and 2025 with torch.compile on every block; tensor parallel plans shard the sequence.",
+        {"compile": True, "sp": True},
     ),
     Framework(
         "HF transformers eager + torch 2.7 SDPA backend",

@@ -183,10 +183,11 @@ def interpret(row: Row) -> Run:
     vpp = (row.vpp or 1) if pp > 1 else 1
     sharding, shard = _sharding(row, dp)
     chosen = {key: value for key, value in entry.strategy.items() if key != "overlap_tp" or tp > 1}
+    splits_sequence = chosen.pop("sp", "overlap_tp" in chosen)
     values: dict[str, Any] = {
         "tp": tp,
         # Megatron needs sequence parallelism for experts under tp, and its overlap of tensor parallelism builds on it.
-        "sp": tp > 1 and bool(entry.strategy.get("overlap_tp") if row.sp is None else row.sp),
+        "sp": tp > 1 and bool(splits_sequence if row.sp is None else row.sp),
         "pp": pp,
         "vpp": vpp,
         "schedule": "interleaved" if vpp > 1 else "1f1b",
@@ -214,7 +215,8 @@ def interpret(row: Row) -> Run:
         length_histogram=((packed, 1.0),) if packed else (),
     )
     hooked = entry.stack_of_sharded_parameters if sharding == "parameters" else ""
-    return Run(Job(spec, cluster, workload), hooked or entry.stack, Strategy(**values))
+    moments = "-bf16-moments" if "bf16 exp_avg" in (row.zero_or_fsdp or "") else ""
+    return Run(Job(spec, cluster, workload), (hooked or entry.stack) + moments, Strategy(**values))
 
 
 def _filled(row: Row, entry: Framework) -> Row:
@@ -392,7 +394,7 @@ def _sharding(row: Row, dp: int) -> tuple[str, int]:
         raise Skip(f"zero_or_fsdp {row.zero_or_fsdp!r} is not a level known here")
     over = re.search(r"over (\d+) GPUs", row.zero_or_fsdp)
     shard = 1 if level == "none" else min(int(over.group(1)), dp) if over else dp
-    return (level if shard > 1 else "none"), shard
+    return (level if shard * (row.cp or 1) > 1 else "none"), shard
 
 
 def _precision(row: Row) -> str:

@@ -134,3 +134,44 @@ def test_malformed_files(tmp_path: Path, text: str, words: str) -> None:
         list(read_rows(path))
     with pytest.raises(UsageError, match="no such file"):
         list(read_rows(tmp_path / "missing.jsonl"))
+
+
+LLAMA70B = {
+    "layers": 12, "hidden": 8192, "heads": 64, "kv_heads": 8, "head_dim": 128, "ffn": 28672, "vocab": 128256,
+    "gated_mlp": True, "moe": None,
+}  # fmt: skip
+DEEPSEEK_V3 = {
+    "layers": 4, "hidden": 7168, "heads": 128, "kv_heads": 128, "ffn": 18432, "vocab": 129280, "gated_mlp": True,
+    "moe": {"experts": 256, "top_k": 8, "expert_ffn": 2048, "shared": 1, "shared_ffn": 2048, "first_dense_layers": 1},
+    "extra": {
+        "attention": "MLA", "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "peak_gib"),
+    [
+        # MooreThreads/SimuMax docs/b200/b200_release_v1.2_summary.json @4dcaae5: max_memory_allocated over ranks
+        (LLAMA70B, {"tp": 2, "dp": 4, "gbs": 16}, 60.68),
+        (LLAMA70B, {"tp": 4, "dp": 2, "gbs": 8}, 39.07),
+        (LLAMA70B, {"tp": 1, "pp": 2, "dp": 4, "gbs": 16}, 66.55),
+        (LLAMA70B, {"tp": 2, "dp": 1, "cp": 4, "gbs": 4, "seq": 32768}, 68.43),
+        (DEEPSEEK_V3, {"tp": 1, "dp": 8, "ep": 8, "gbs": 32}, 104.3),
+    ],
+)
+def test_published_peaks_are_met_within_three_percent(
+    model: dict[str, Any], layout: dict[str, Any], peak_gib: float
+) -> None:
+    values = {
+        **GPT3, "framework": "Megatron-LM 23e00ed + TE 2.11", "gpu": "B200-SXM", "n_gpus": 8, "seq": 4096, "mbs": 1,
+        "pp": 1, "cp": 1, "vpp": None, "sp": layout["tp"] > 1, "precision": "bf16", "recompute": "none",
+        "zero_or_fsdp": "Megatron distributed optimizer (ZeRO-1)", "model": {"name": "published", **model}, **layout,
+        "measured": {
+            "peak_mem_gib": peak_gib,
+            "peak_mem_definition": "max over ranks of torch max_memory_allocated (GiB)",
+        },
+    }  # fmt: skip
+    (result,) = predict(Row.model_validate(values))
+    assert result["predicted"] == pytest.approx(peak_gib, rel=0.03)
