@@ -48,12 +48,24 @@ SECONDS_OF_KIND: Mapping[str, tuple[float, float, float, str]] = {
 """Kind -> (prior log sd of each scope, lowest and highest product, meaning)."""
 
 
+@functools.cache
+def trained_tables() -> frozenset[tuple[str, str, str]]:
+    """(device, type, library) of tables that were measured through a training library's own layers.
+
+    They hold some of what sets training apart from a kernel timed alone, so they have a factor of their own.
+    """
+    keys = read_json("measurements", "gemm_fit.json")["tables"]
+    parts = (key.split("/") for key in keys)
+    return frozenset((device, dtype, library) for device, dtype, library in parts if library != "torch")
+
+
 def scopes(cluster: Cluster, stack: Stack, strategy: Strategy) -> dict[str, tuple[str, ...]]:
     """Kind -> names of the factors whose product applies to a run."""
     device: Device = cluster.device
     die = DIES.get(device.name, device.name)
     kernel = stack.attention.get(strategy.attention, "eager")
-    matmul = ["matmul", f"matmul/{die}", f"matmul/{stack.name}"]
+    own_table = (device.name, strategy.precision, stack.gemm_library) in trained_tables()
+    matmul = ["matmul/training" if own_table else "matmul", f"matmul/{die}", f"matmul/{stack.name}"]
     if strategy.precision == "fp8":
         matmul.append("matmul/fp8")
     up = cluster.scale_up.kind if cluster.scale_up else "none"
@@ -77,7 +89,7 @@ EVERYWHERE = 2.0
 def factor(name: str) -> Factor:
     """The prior of a factor by its name."""
     sd, low, high, meaning = SECONDS_OF_KIND[name.split("/")[0]]
-    if name == "matmul":
+    if name in ("matmul", "matmul/training"):
         sd = EVERYWHERE * sd
     return Factor(name, "ratio of seconds", sd, low, high, meaning)
 

@@ -95,6 +95,10 @@ _MEGATRON = Stack(
     accumulates_fp32=True, gemm_library="transformer_engine", optimizer_traffic_bytes=7 * 4 + 12 + 2,
     sends_once_per_domain=True,
 )  # fmt: skip
+_HOOKED = Stack(  # hooks around every module fetch and release its parameters from Python
+    "hf-deepspeed-zero3", EAGER_BF16, EAGER_FP32, fsdp2=False, masks_documents=False, rendezvous_p2p=False,
+    host_launch_s=180e-6, loops_over_experts=True,
+)  # fmt: skip
 STACKS: dict[str, Stack] = {
     stack.name: stack
     for stack in (
@@ -141,9 +145,7 @@ STACKS: dict[str, Stack] = {
             "hf-peft", EAGER_BF16, EAGER_FP32, fsdp2=False, masks_documents=False, rendezvous_p2p=False,
             host_launch_s=26e-6,
         ),
-        Stack(  # hooks around every module fetch and release its parameters from Python
-            "hf-deepspeed-zero3", EAGER_BF16, EAGER_FP32, fsdp2=False, masks_documents=False, rendezvous_p2p=False,
-            host_launch_s=180e-6, loops_over_experts=True,
-        ),
+        _HOOKED,
+        replace(_HOOKED, name="swift-deepspeed-zero3"),
     )
 }  # fmt: skip

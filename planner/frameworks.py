@@ -150,7 +150,7 @@ FRAMEWORKS = (
         "states, fused norm, rotary and SwiGLU kernels.",
         {"attention": "flash", "fused_kernels": ("norm", "rope", "swiglu"), "loss_chunk": 512},
         document_tokens=1024,
-        stack_of_sharded_parameters="hf-deepspeed-zero3",
+        stack_of_sharded_parameters="swift-deepspeed-zero3",
     ),
     Framework(
         "ms-swift + DeepSpeed",
@@ -159,7 +159,7 @@ FRAMEWORKS = (
         "hooks every module, each expert's too.",
         {"attention": "flash"},
         document_tokens=1024,
-        stack_of_sharded_parameters="hf-deepspeed-zero3",
+        stack_of_sharded_parameters="swift-deepspeed-zero3",
     ),
     Framework(
         "torchtitan",

@@ -139,6 +139,8 @@ MACHINE = 1.5
 """Prior width of what sets one machine apart from others of its kind, in widths of a scope."""
 REPEAT_LOG_SD = 0.04
 """What two configurations on one machine and stack differ by when their factors are known."""
+HUBER_FROM, HUBER_ROUNDS = 2.0, 4
+"""A row that the others' factors miss by more standard deviations than this counts less, as in Huber 1964."""
 RESIDUAL_WEIGHT = 4
 """Rows that the prior residual counts for."""
 RESIDUAL_LOG_SD = 0.05
@@ -196,15 +198,18 @@ def update(
     """
     theta0, cov = factors.theta, factors.cov
     measured = np.log([c.timed().seconds for c in seen])
-    noise = REPEAT_LOG_SD**2 * np.eye(len(seen))
     theta, values = theta0, np.array([of.log_seconds[0] for of in linear])
     slopes = np.array([of.slopes[0] for of in linear])
+    noise = np.full(len(seen), REPEAT_LOG_SD**2)
     for at in range(rounds):
         if at:
             again = linearise([c.timed() for c in seen], factors.names, theta)
             values, slopes = again.log_seconds, again.slopes
-        gain = cov @ slopes.T @ np.linalg.inv(slopes @ cov @ slopes.T + noise)
         wanted = measured - values + slopes @ (theta - theta0)
+        for _ in range(HUBER_ROUNDS):
+            gain = cov @ slopes.T @ np.linalg.inv(slopes @ cov @ slopes.T + np.diag(noise))
+            off = np.abs(wanted - slopes @ (gain @ wanted)) / REPEAT_LOG_SD
+            noise = REPEAT_LOG_SD**2 * np.maximum(off / HUBER_FROM, 1.0)
         theta = theta0 + gain @ wanted
     after = cov - gain @ slopes @ cov
     left = (wanted - slopes @ (theta - theta0)) / np.clip(1 - np.diag(slopes @ gain), 0.3, 1.0)
