@@ -71,3 +71,12 @@ def test_a_slower_kind_of_work_never_makes_a_step_faster(kind: str) -> None:
     assert step_s(1.0) <= step_s(1.5)
     if kind in ("host", "scale_up", "contention"):
         assert step_s(1.0) < step_s(3.0)
+
+
+def test_tables_measured_in_training_have_a_factor_of_their_own() -> None:
+    """The B200 has bf16 products timed through Transformer Engine; its fp8 table, and every H100 table, is torch's."""
+    b200 = scopes(load_cluster("8xB200"), STACKS["megatron"], Strategy(dp_replicate=8))
+    fp8 = scopes(load_cluster("8xB200"), STACKS["megatron"], Strategy(dp_replicate=8, precision="fp8"))
+    h100 = scopes(load_cluster("8xH100"), STACKS["megatron"], Strategy(dp_replicate=8))
+    assert b200["matmul"][0] == "matmul/training"
+    assert (fp8["matmul"][0], h100["matmul"][0]) == ("matmul", "matmul")

@@ -94,3 +94,16 @@ def test_a_few_rows_of_a_machine_bring_the_others_near() -> None:
     before = np.mean([error(wide.theta, c) for c in made[4:]])
     assert np.mean([error(after.theta, c) for c in made[4:]]) < before / 2
     assert np.trace(after.cov) < np.trace(wide.cov)
+
+
+def test_one_wild_row_does_not_carry_the_others_away() -> None:
+    """Five rows of a machine as predicted, one of them three times as slow: the factors hardly move."""
+    made = runs({})
+    fitted = fit_all([c.timed() for c in made])
+    factors = as_factors(fitted.without_block("made"), fitted.names)
+    wild = [replace(made[0], measured=3 * made[0].measured, as_step_s=3 * made[0].timed().seconds), *made[1:5]]
+    linear = [linearise([c.timed()], factors.names, factors.theta) for c in wild]
+    after = update(factors, wild, linear)
+    index = {name: i for i, name in enumerate(factors.names)}
+    shifts = [float(log_seconds(c.timed(), index, after.theta[None])[0] - np.log(c.timed().seconds)) for c in made[5:]]
+    assert np.abs(shifts).max() < 0.1
