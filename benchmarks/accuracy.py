@@ -799,7 +799,7 @@ def targets_section(found: Mapping[str, Any]) -> list[str]:
     )  # fmt: skip
     short = [of for of in found["shares"] if of["share"] < 1]
     lines += [
-        f"Complete rows that are predicted; target {percent(PREDICTED_SHARE)} % in every block. All of the others are:",
+        f"Complete rows that are predicted; target {percent(PREDICTED_SHARE)} %. Blocks with fewer than all:",
         "",
     ]
     lines += table(
@@ -851,6 +851,7 @@ def blocks_section(found: Mapping[str, Any]) -> list[str]:
                 *(f(of[k]) for _, k, f in FIGURES),
             )
             for of in found["zero_shot"]
+            if of["rows"]
         ),
         left=2,
     )  # fmt: skip
@@ -968,8 +969,20 @@ def imbalance_table(lines: Iterable[Mapping[str, Any]]) -> list[str]:
     return table(("tokens", *(f"ep {ep}" for ep in ranks)), rows)
 
 
-UNMOVED = 0.995
-"""Posterior over prior width from which no row said anything."""
+SHARED_SCOPES = ("matmul", "memory", "host", "step")
+"""Kinds of factors that share their scopes, so that they share a table."""
+
+
+def factor_cell(of: Mapping[str, Any]) -> str:
+    """Value, width, and its marks."""
+    return (
+        f"{of['value']:.3f} +- {percent(of['log_sd'])}{' *' if of['learned'] else ''}{' !' if of['at_limit'] else ''}"
+    )
+
+
+def seen_by(of: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    """The blocks of a factor."""
+    return "all" if of["rows"] == found["about"]["timed"] else ", ".join(of["blocks"])
 
 
 def factors_section(found: Mapping[str, Any]) -> list[str]:
@@ -979,27 +992,33 @@ def factors_section(found: Mapping[str, Any]) -> list[str]:
         "",
         f"A fit to all {found['about']['timed']} step times, each block counting as at most 20; "
         f"it leaves {percent(found['about']['residual'])} % (log standard deviation). A product of scopes "
-        "multiplies the seconds of a kind: everywhere, a die or fabric, a stack. Not learned: its width stays above "
-        "70 % of the prior's. No factor belongs to a row, a model or a publication.",
+        "multiplies the seconds of a kind: everywhere, a die or fabric, a stack. The value, +- its width in percent; "
+        "`*` learned (the width is below 70 % of the prior's), otherwise not learned; `!` at a limit. No factor "
+        "belongs to a row, a model or a publication.",
         "",
     ]
-    everywhere = {block for of in found["factors"] for block in of["blocks"]}
-    moved = [of for of in found["factors"] if of["width_ratio"] < UNMOVED or of["at_limit"]]
+    wide = [of for of in found["factors"] if of["name"].split("/")[0] in SHARED_SCOPES]
+    scopes: dict[tuple[Any, ...], dict[str, str]] = defaultdict(dict)
+    for of in sorted(wide, key=lambda of: -of["rows"]):
+        kind, _, scope = of["name"].partition("/")
+        scopes[scope or "everywhere", of["rows"], seen_by(of, found)][kind] = factor_cell(of)
     lines += table(
-        ("factor", "blocks", "value", "+- %", "learned", "at a limit", "rows"),
+        ("scope", "blocks", "rows", *SHARED_SCOPES),
         (
-            (
-                f"`{of['name']}`", "all" if set(of["blocks"]) == everywhere else ", ".join(of["blocks"]),
-                f"{of['value']:.3f}", percent(of["log_sd"]), "yes" if of["learned"] else "no",
-                "yes" if of["at_limit"] else "no", of["rows"],
-            )
-            for of in moved
+            (scope, blocks, rows, *(cells.get(kind, "-") for kind in SHARED_SCOPES))
+            for (scope, rows, blocks), cells in scopes.items()
         ),
         left=2,
-    )  # fmt: skip
-    still = [f"`{of['name']}` ({of['rows']} rows)" for of in found["factors"] if of not in moved]
-    if still:
-        lines += [f"Not learned and moved by no row (value 1, the prior's width): {', '.join(still)}.", ""]
+    )
+    lines += table(
+        ("factor", "blocks", "rows", "value"),
+        (
+            (f"`{of['name']}`", seen_by(of, found), of["rows"], factor_cell(of))
+            for of in found["factors"]
+            if of not in wide
+        ),
+        left=2,
+    )
     meanings = {(of["name"].split("/")[0], of["unit"], of["meaning"]) for of in found["factors"]}
     lines += ["What each kind multiplies:", ""]
     lines += [f"- `{kind}` [{unit}]: {meaning}." for kind, unit, meaning in sorted(meanings)]

@@ -95,6 +95,9 @@ _MEGATRON = Stack(
     accumulates_fp32=True, gemm_library="transformer_engine", optimizer_traffic_bytes=7 * 4 + 12 + 2,
     sends_once_per_domain=True,
 )  # fmt: skip
+_PEFT = Stack(
+    "hf-peft", EAGER_BF16, EAGER_FP32, fsdp2=False, masks_documents=False, rendezvous_p2p=False, host_launch_s=26e-6,
+)  # fmt: skip
 _HOOKED = Stack(  # hooks around every module fetch and release its parameters from Python
     "hf-deepspeed-zero3", EAGER_BF16, EAGER_FP32, fsdp2=False, masks_documents=False, rendezvous_p2p=False,
     host_launch_s=180e-6, loops_over_experts=True,
@@ -141,10 +144,9 @@ STACKS: dict[str, Stack] = {
             "hf-sgd", EAGER_BF16, EAGER_FP32, fsdp2=True, masks_documents=False, rendezvous_p2p=False,
             optimizer_traffic_bytes=6, attention={"sdpa": "efficient", "flash": "flash2", "cudnn": "cudnn"},
         ),
-        Stack(
-            "hf-peft", EAGER_BF16, EAGER_FP32, fsdp2=False, masks_documents=False, rendezvous_p2p=False,
-            host_launch_s=26e-6,
-        ),
+        _PEFT,
+        replace(_PEFT, name="hf-peft-gptq"),
+        replace(_PEFT, name="hf-peft-zero2"),
         _HOOKED,
         replace(_HOOKED, name="swift-deepspeed-zero3"),
     )

@@ -35,6 +35,7 @@ class Framework:
         strategy: Fields of `Strategy` that its scripts set.
         silent: Values of row fields where a row is silent, from the framework's or script's defaults.
         stack_of_sharded_parameters: Stack of rows that shard parameters, where another one runs then.
+        stack_of_several_gpus: The same for rows of more than one GPU.
         document_tokens: Length of the documents that a row with packing holds, which its scripts' data sets have.
         pads_vocabulary: The vocabulary is padded to a multiple of this times tp.
         why: Version range, flags, and where they are documented.
@@ -50,6 +51,7 @@ class Framework:
     pads_vocabulary: int = 1
     document_tokens: int = 0
     stack_of_sharded_parameters: str = ""
+    stack_of_several_gpus: str = ""
 
 
 UNOVERLAPPED = {"overlap_grad_reduce": False, "overlap_param_gather": False}
@@ -137,11 +139,21 @@ FRAMEWORKS = (
     ),
     Framework(
         "HF Transformers + DeepSpeed",
+        "hf-peft-gptq",
+        "Qwen's finetune.py of 2023 with its LoRA scripts: Transformers' remote code, flash-attention 2, gradient "
+        "checkpointing on, flash-attention's rotary and RMS norm kernels, PEFT adapters on GPTQ weights of 4 bits.",
+        {"attention": "flash", "fused_kernels": ("norm", "rope"), **UNOVERLAPPED},
+        {"recompute": "full", "zero_or_fsdp": "DeepSpeed ZeRO-2"},
+        task="qlora",
+    ),
+    Framework(
+        "HF Transformers + DeepSpeed",
         "hf-peft",
         "Qwen's finetune.py of 2023 with its LoRA scripts: Transformers' remote code, flash-attention 2, gradient "
         "checkpointing on, flash-attention's rotary and RMS norm kernels, PEFT adapters; ZeRO-2 on several GPUs.",
         {"attention": "flash", "fused_kernels": ("norm", "rope"), **UNOVERLAPPED},
         {"recompute": "full", "zero_or_fsdp": "DeepSpeed ZeRO-2"},
+        stack_of_several_gpus="hf-peft-zero2",
     ),
     Framework(
         "ms-swift + DeepSpeed + Liger",

@@ -216,7 +216,9 @@ def interpret(row: Row) -> Run:
     )
     hooked = entry.stack_of_sharded_parameters if sharding == "parameters" else ""
     moments = "-bf16-moments" if "bf16 exp_avg" in (row.zero_or_fsdp or "") else ""
-    return Run(Job(spec, cluster, workload), (hooked or entry.stack) + moments, Strategy(**values))
+    several = entry.stack_of_several_gpus if row.n_gpus > 1 else ""
+    stack = (hooked or several or entry.stack) + moments
+    return Run(Job(spec, cluster, workload), stack, Strategy(**values))
 
 
 def _filled(row: Row, entry: Framework) -> Row:
