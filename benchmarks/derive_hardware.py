@@ -47,7 +47,7 @@ NAMES = {
     "NVIDIA GB300": "GB300-288GB",
 }
 GENERATION = {
-    "sm_80": "Ampere", "sm_89": "Ada", "sm_90": "Hopper", "sm_100": "Blackwell", "sm_103": "Blackwell",
+    "sm_70": "Volta", "sm_80": "Ampere", "sm_89": "Ada", "sm_90": "Hopper", "sm_100": "Blackwell", "sm_103": "Blackwell",
     "sm_120": "Blackwell", "gfx942": "CDNA3", "gfx950": "CDNA4",
 }  # fmt: skip
 LARGE_TENSOR_BYTES = 64 * 2**20  # above the 50 MB L2 of an H200, so that the norm reads from memory
@@ -117,8 +117,16 @@ def matmul(gpus: Mapping[str, Row]) -> dict[str, dict[str, Quantity]]:
                 rates[name][precision] = quantity(peaks[name] * ratio * 1e12, "fitted", source)
     for name, gpu in gpus.items():
         peak = gpu["peak_dense_tflops"]
+        if fp4 := gpu.get("peak_dense_fp4_tflops"):
+            share = rates[name]["fp8"]["value"] / (peak["fp8"] * 1e12)
+            source = f"datasheet fp4 peak times {share:.3f}, the sustained share of the fp8 peak"
+            rates[name]["nvfp4"] = quantity(fp4 * share * 1e12, "fitted", source)
         share = rates[name]["bf16"]["value"] / (peak["bf16"] * 1e12)
-        fp32, what = (peak["tf32"], "tf32 peak") if peak["tf32"] else (peak["bf16"] / 2, "half the bf16 peak")
+        fp32, what = (peak["bf16"] / 2, "half the bf16 peak")
+        for kind in ("tf32", "fp32"):
+            if peak.get(kind):
+                fp32, what = peak[kind], f"{kind} peak"
+                break
         source = f"datasheet {what} times {share:.3f}, the sustained share of the bf16 peak"
         rates[name]["fp32"] = quantity(fp32 * share * 1e12, "fitted", source)
     return rates
@@ -176,9 +184,10 @@ def attention(
             "bf16": bf16,
             "fp32": quantity(bf16["value"] * scale, "fitted", "bf16 attention scaled as fp32 to bf16 matrix products"),
         }
-        if "fp8" in products[name]:
-            source = f"attention stays in bf16 under fp8 training: {bf16['source']}"
-            rates[name]["fp8"] = quantity(bf16["value"], bf16["provenance"], source)
+        for low in ("fp8", "nvfp4"):
+            if low in products[name]:
+                source = f"attention stays in bf16 under {low} training: {bf16['source']}"
+                rates[name][low] = quantity(bf16["value"], bf16["provenance"], source)
     return rates
 
 

@@ -66,8 +66,8 @@ def scopes(cluster: Cluster, stack: Stack, strategy: Strategy) -> dict[str, tupl
     kernel = stack.attention.get(strategy.attention, "eager")
     own_table = (device.name, strategy.precision, stack.gemm_library) in trained_tables()
     matmul = ["matmul/training" if own_table else "matmul", f"matmul/{die}", f"matmul/{stack.name}"]
-    if strategy.precision == "fp8":
-        matmul.append("matmul/fp8")
+    if strategy.precision in ("fp8", "nvfp4"):
+        matmul.append(f"matmul/{strategy.precision}")
     up = cluster.scale_up.kind if cluster.scale_up else "none"
     out = cluster.scale_out.kind if cluster.scale_out else "none"
     return {

@@ -24,8 +24,13 @@ Value = npt.ArrayLike
 Library = Literal["torch", "transformer_engine"]
 TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64))
 """Output tiles (rows, columns) that a library chooses from."""
-ELEMENT_BYTES: Mapping[str, float] = {"fp32": 4, "bf16": 2, "fp8": 1}
+ELEMENT_BYTES: Mapping[str, float] = {"fp32": 4, "bf16": 2, "fp8": 1, "nvfp4": 0.5625}
+"""Of an operand; nvfp4 holds a scale of one byte for 16 values of half a byte."""
+NVFP4_QUANTISE_BYTES = 2 * 2 + 2 * 0.5625
+"""Per element of the input: read in 2 bytes for the largest value and once more to round, written along rows and along
+columns. What the quantised recipe of Transformer Engine does, at the stated bandwidth of memory [bytes]."""
 PROCESSORS = {
+    "V100-SXM2-32GB": 80,
     "A100-SXM4-80GB": 108,
     "A100-SXM4-40GB": 108,
     "A100-PCIe-80GB": 108,
@@ -257,6 +262,8 @@ def _model(
         # The stated rate is the best product's; full waves of usual ones sustain a share of it.
         shape = dict(generic)
         base = Base(processors, flops_per_s * shape.pop("share_of_best"), bytes_per_s=bytes_per_s, **shape)
+    if precision == "nvfp4":
+        base = replace(base, quantise_bytes_per_s=bytes_per_s * 3 / NVFP4_QUANTISE_BYTES)
     return GemmModel(base, element, None, provenance, accumulate, group_rows)
 
 

@@ -10,7 +10,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Provenance = Literal["measured", "fitted", "datasheet"]
-Precision = Literal["fp32", "bf16", "fp8"]
+Precision = Literal["fp32", "bf16", "fp8", "nvfp4"]
 
 
 class _Frozen(BaseModel):

@@ -91,11 +91,15 @@ def device(gpu: str) -> Device:
     peak: dict[Precision, Quantity] = {"bf16": datasheet(peaks["bf16"] * 1e12)}
     if peaks["tf32"]:
         peak["fp32"] = datasheet(peaks["tf32"] * 1e12, "; fp32 matrix products run as tf32")
+    elif peaks.get("fp32"):
+        peak["fp32"] = datasheet(peaks["fp32"] * 1e12, "; no tf32 units")
     else:
         half = "half the bf16 peak, as tf32 is on other parts; no tf32 figure is published for this one"
         peak["fp32"] = Quantity(value=peaks["bf16"] * 1e12 / 2, provenance="fitted", source=half)
     if peaks["fp8"]:
         peak["fp8"] = datasheet(peaks["fp8"] * 1e12)
+    if fp4 := facts.get("peak_dense_fp4_tflops"):
+        peak["nvfp4"] = datasheet(fp4 * 1e12)
     usable, host = facts.get("usable_mib"), facts.get("pcie_unidirectional_gbps")
     return Device(
         name=gpu,

@@ -19,6 +19,9 @@ from trainplan.costmodel.rates import Rates, Value
 from trainplan.costmodel.strategy import CHOICES
 from trainplan.costmodel.work import Column, Mixer, Phase, Product, Shapes, Work
 
+LOW: tuple[Precision, ...] = ("fp8", "nvfp4")
+"""Precisions of products beside a job in bf16."""
+
 
 class KernelSeconds:
     """Turns work into seconds for the strategies of one table."""
@@ -27,7 +30,8 @@ class KernelSeconds:
         self.shapes, self.rates = shapes, rates
         self.device = shapes.job.cluster.device
         self.precision = shapes.job.workload.precision
-        self.fp8 = shapes.table.chosen("precision", "fp8")
+        chosen = {low: shapes.table.chosen("precision", low) for low in LOW}
+        self.low: dict[Precision, Column] = {low: rows for low, rows in chosen.items() if rows.any()}
         self.by_shape = self.device.kind == "gpu"
         self._known: dict[int, tuple[Work, Column]] = {}
 
@@ -64,8 +68,9 @@ class KernelSeconds:
 
     def _roofline(self, work: Work) -> Column:
         """The slower of arithmetic and traffic; the time to call it comes on top on a CPU."""
-        fp8 = self.rates.matmul.get("fp8", self.rates.matmul[self.precision])
-        matmul = np.where(self.fp8, fp8, self.rates.matmul[self.precision])
+        matmul: Column = np.asarray(self.rates.matmul[self.precision])
+        for low, rows in self.low.items():
+            matmul = np.where(rows, self.rates.matmul.get(low, self.rates.matmul[self.precision]), matmul)
         rate = {"matmul": matmul, "attention": self.rates.attention[self.precision], "memory": np.inf}[work.unit]
         busy = np.maximum(work.flops / rate, work.bytes / self.rates.memory)
         issue = work.launches * np.asarray(self.rates.op_overhead)
@@ -77,12 +82,14 @@ class KernelSeconds:
 
     def _product(self, work: Work, shape: Product) -> Column:
         plain = self._product_in(self.precision, work, shape)
-        # Attention's products stay in the job's precision; so does the head under every fp8 recipe.
-        if not self.fp8.any() or work.part == "core_attn" or work.name == "lm_head":
+        # Attention's products stay in the job's precision; so does the head under every recipe of fewer bits.
+        if work.part == "core_attn" or work.name == "lm_head":
             return plain
-        if "fp8" not in self.device.matmul_flops_per_s:
-            return self._roofline(work)
-        return np.asarray(np.where(self.fp8, self._product_in("fp8", work, shape), plain))
+        for low, rows in self.low.items():
+            if low not in self.device.matmul_flops_per_s:
+                return self._roofline(work)
+            plain = np.asarray(np.where(rows, self._product_in(low, work, shape), plain))
+        return plain
 
     def _product_in(self, precision: Precision, work: Work, shape: Product) -> Column:
         model = gemm_model(self.device, precision, self.shapes.stack.gemm_library)

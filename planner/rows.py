@@ -28,6 +28,7 @@ from trainplan.costmodel.workload import Lora, Workload
 from trainplan.planner.frameworks import Framework, framework
 
 GPUS = {
+    "V100-32GB": "V100-SXM2-32GB",
     "A100-SXM-80GB": "A100-SXM4-80GB",
     "A100-80GB": "A100-SXM4-80GB",
     "A100-40GB": "A100-SXM4-40GB",
@@ -47,6 +48,7 @@ SHARDING = (
     ("FSDP FULL_SHARD", "parameters"),
     ("FSDP SHARD_GRAD_OP", "gradients"),
     ("FSDP2", "parameters"),
+    ("FSDP zero1", "parameters"),
     ("DeepSpeed ZeRO-3", "parameters"),
     ("DeepSpeed ZeRO-2", "gradients"),
     ("ZeRO-1", "optimizer"),
@@ -363,9 +365,13 @@ NETWORKS = (
     (r"()(\d+) Gb/s [\w-]+ per GPU", 8),
 )
 """Wordings of a node's network: links (blank = 1) times Gbit/s, and how many such per node."""
+INFINIBAND_GBIT_PER_S = {"EDR": 100, "HDR": 200, "NDR": 400}
+"""Of one adapter with four lanes."""
 
 
 def _node_gbit_per_s(network: str | None) -> float | None:
+    if found := re.search(r"(\d+)x (EDR|HDR|NDR) IB", network or ""):
+        return int(found.group(1)) * INFINIBAND_GBIT_PER_S[found.group(2)]
     for pattern, times in NETWORKS:
         if found := re.search(pattern, network or ""):
             return float(found.group(1) or 1) * float(found.group(2)) * times
@@ -403,8 +409,10 @@ def _precision(row: Row) -> str:
     text = (row.precision or "").lower()
     if not text:
         raise Skip("precision is not published")
-    if "nvfp4" in text or ("int4" in text and "lora" not in text):
+    if "int4" in text and "lora" not in text:
         raise Skip(f"precision {row.precision!r} is not priced")
+    if "nvfp4" in text:
+        return "nvfp4"
     return "fp8" if "fp8" in text else "bf16"  # fp16 runs at the rate of bf16
 
 

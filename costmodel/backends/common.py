@@ -11,6 +11,11 @@ from trainplan.costmodel.workload import Workload
 
 FP8_ARCHS = ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx942", "gfx950")
 """GPUs with fp8 matrix units (NVIDIA Ada and later, AMD CDNA3 and later)."""
+NVFP4_ARCHS = ("sm_100", "sm_103", "sm_120")
+"""GPUs with nvfp4 matrix units (NVIDIA Blackwell)."""
+NO_BF16_ARCHS = ("sm_70",)
+"""GPUs without bf16 matrix units (NVIDIA Volta)."""
+LOW_PRECISION_ARCHS = {"fp8": FP8_ARCHS, "nvfp4": NVFP4_ARCHS}
 
 
 def _world(job: Job, t: StrategyTable) -> Mask:
@@ -228,16 +233,19 @@ def _experts_reason(job: Job, s: Strategy) -> str:
 
 
 def _precision(job: Job, t: StrategyTable) -> Mask:
-    fp8 = job.cluster.device.arch in FP8_ARCHS
-    same = t.chosen("precision", job.workload.precision)
-    return same & (~t.chosen("precision", "fp8") | fp8) | (t.chosen("precision", "fp8") & fp8)
+    allowed = t.chosen("precision", job.workload.precision)
+    for low, archs in LOW_PRECISION_ARCHS.items():
+        chosen = t.chosen("precision", low)
+        allowed = (allowed | chosen) & (~chosen | (job.cluster.device.arch in archs))
+    return allowed & ~(t.chosen("precision", "bf16") & (job.cluster.device.arch in NO_BF16_ARCHS))
 
 
 def _precision_reason(job: Job, s: Strategy) -> str:
-    if s.precision == "fp8":
-        return (
-            f"precision fp8: {job.cluster.device.name} ({job.cluster.device.arch}) has no fp8 matrix units. Use bf16."
-        )
+    if s.precision in LOW_PRECISION_ARCHS:
+        device = job.cluster.device
+        return f"precision {s.precision}: {device.name} ({device.arch}) has no {s.precision} matrix units. Use bf16."
+    if s.precision == "bf16" and job.cluster.device.arch in NO_BF16_ARCHS:
+        return f"precision bf16: {job.cluster.device.name} has no bf16 matrix units. Use fp32."
     asked = job.workload.precision
     return f"precision {s.precision} is not the workload's {asked}. Use that, or fp8 where the GPU has it."
 

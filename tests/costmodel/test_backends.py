@@ -160,6 +160,17 @@ def test_fp8_needs_a_gpu_that_has_it() -> None:
     assert not broken("megatron", job(), dp_replicate=8, grad_accum=4, precision="fp8")
 
 
+def test_half_precision_needs_a_gpu_that_has_bf16() -> None:
+    of = Job(load_model("Qwen/Qwen3-8B"), cluster(8, "sm_70"), Workload(seq_len=4096, global_batch_size=32))
+    assert "no bf16" in broken("native", of, dp_shard=8, grad_accum=4, sharding="parameters")["precision"]
+
+
+def test_no_backend_writes_four_bit_recipes() -> None:
+    of = Job(load_model("Qwen/Qwen3-8B"), cluster(8, "sm_100"), Workload(seq_len=4096, global_batch_size=32))
+    for name in BACKENDS:
+        assert "precision" in broken(name, of, dp_replicate=8, grad_accum=4, precision="nvfp4")
+
+
 def test_a_precision_that_a_backend_does_not_train_in_is_refused() -> None:
     reasons = dict(backend("native").refusals(job(precision="fp8")))
     assert reasons["precision"] == "native does not train in fp8. It trains in bf16, fp32."

@@ -81,9 +81,9 @@ def test_a_name_that_people_type_is_a_node_of_eight(name: str) -> None:
     assert shape(name)[:2] == (1, 8)
 
 
-def test_there_are_30_node_types_and_each_loads_under_every_name() -> None:
-    assert len(node_facts()) == 30
-    assert len(preset_nodes()) == 29  # single-gpu names no GPU
+def test_there_are_31_node_types_and_each_loads_under_every_name() -> None:
+    assert len(node_facts()) == 31
+    assert len(preset_nodes()) == 30  # single-gpu names no GPU
     for name, cluster, facts in preset_nodes():
         assert cluster.gpus_per_node == facts["gpus_per_node"]
         assert cluster.device.name == facts["gpu"]

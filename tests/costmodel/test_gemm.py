@@ -200,3 +200,11 @@ def test_an_array_of_100000_products_is_quick() -> None:
         seconds = model.seconds(*sizes)
         assert time.perf_counter() - start < 0.5
         assert np.isfinite(seconds).all()
+
+
+def test_a_four_bit_product_is_between_its_peak_and_eight_bits() -> None:
+    """GB200: 10 PFLOP/s dense at 4 bits, 5 at 8 (datasheet)."""
+    n = 16384
+    four = float(gemm_model(device("GB200-186GB"), "nvfp4").seconds(n, n, n))
+    eight = float(gemm_model(device("GB200-186GB"), "fp8").seconds(n, n, n))
+    assert 2 * n**3 / 10e15 < four < eight

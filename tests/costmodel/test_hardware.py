@@ -31,12 +31,13 @@ def check(quantity: Quantity | None, value: float, provenance: str) -> None:
     assert quantity.provenance == provenance
 
 
-def test_there_are_19_gpus_and_each_is_whole() -> None:
+def test_there_are_23_gpus_and_each_is_whole() -> None:
     devices = preset_devices()
-    assert len(devices) == len({name for name, _, _ in devices}) == 22
+    assert len(devices) == len({name for name, _, _ in devices}) == 23
     for name, preset, facts in devices:
         assert preset.name == facts["name"] == name
         precisions = {"bf16", "fp32"} | ({"fp8"} if facts["peak_dense_tflops"]["fp8"] else set())
+        precisions |= {"nvfp4"} if facts.get("peak_dense_fp4_tflops") else set()
         assert set(preset.peak_flops_per_s) == set(preset.matmul_flops_per_s) == precisions
         assert set(preset.attention_flops_per_s) == precisions
 
@@ -66,6 +67,19 @@ def test_memory_that_a_vendor_states_as_usable() -> None:
 def test_fp32_without_a_tf32_figure_is_half_of_bf16_and_says_so() -> None:
     check(device("MI355X").peak_flops_per_s["fp32"], 1250e12, "fitted")
     check(device("RTX-PRO-6000-Blackwell-Server").peak_flops_per_s["fp32"], 467.8e12 / 2, "fitted")
+
+
+def test_a_volta_runs_fp32_on_its_plain_units() -> None:
+    v100 = device("V100-SXM2-32GB")
+    check(v100.peak_flops_per_s["fp32"], 15.7e12, "datasheet")
+    assert v100.matmul_flops_per_s["fp32"].value < 15.7e12
+
+
+def test_four_bit_products_sustain_the_share_of_eight_bit_ones() -> None:
+    gb200 = device("GB200-186GB")
+    check(gb200.peak_flops_per_s["nvfp4"], 10000e12, "datasheet")
+    share = gb200.matmul_flops_per_s["fp8"].value / gb200.peak_flops_per_s["fp8"].value
+    check(gb200.matmul_flops_per_s["nvfp4"], 10000e12 * share, "fitted")
 
 
 def test_matrix_products() -> None:

@@ -75,8 +75,8 @@ def test_a_published_step_is_predicted_within_a_factor_of_two() -> None:
         ({"recompute": None}, "recompute is not published"),
         ({"recompute": 'selective modules ["shared_experts"]'}, "is not priced"),
         ({"precision": None}, "precision is not published"),
-        ({"precision": "NVFP4"}, "is not priced"),
-        ({"gpu": "V100-32GB"}, "'V100-32GB' is not in the hardware profiles"),
+        ({"precision": "int4 GPTQ"}, "is not priced"),
+        ({"gpu": "P100-16GB"}, "'P100-16GB' is not in the hardware profiles"),
         ({"framework": "Homemade"}, "has no software stack"),
         ({"model__vocab": None}, "model.vocab is not published"),
         ({"model__kv_heads": 7}, "does not divide num_heads"),
@@ -94,6 +94,24 @@ def test_what_is_not_determined_is_skipped_by_name(changes: dict[str, Any], reas
     assert reason in str(caught.value)
     (result,) = predict(row(**changes))
     assert reason in result["skipped"]
+
+
+@pytest.mark.parametrize(
+    ("network", "gbit_per_s_and_gpu"),
+    [
+        ("DGX-A100 cluster, 8x HDR IB (Selene class)", 200),  # InfiniBand HDR: 200 Gbit/s an adapter, one for each GPU
+        ("4 x 100Gb RoCE per node", 50),
+        ("Jean Zay: 8x A100-80GB NVLink, 4x Omni-Path 100 per node", 50),
+        ("8x H100 per host NVLink; 400 Gb/s RDMA per GPU", 400),
+    ],
+)
+def test_a_stated_network_replaces_the_presets(network: str, gbit_per_s_and_gpu: float) -> None:
+    stated, preset = interpret(row(network=network)).job.cluster.scale_out, interpret(row()).job.cluster.scale_out
+    assert stated is not None
+    assert preset is not None
+    of_preset = 200  # the DGX A100: one HDR adapter for each GPU
+    ratio = stated.all_reduce_bytes_per_s.value / preset.all_reduce_bytes_per_s.value
+    assert ratio == pytest.approx(gbit_per_s_and_gpu / of_preset)
 
 
 def test_throughput_is_compared_where_no_step_time_is_published() -> None:

@@ -37,8 +37,8 @@ def test_every_model_states_its_sources() -> None:
 
 def test_every_gpu_and_node_states_known_sources() -> None:
     facts = read_json("hardware", "facts.json")
-    assert len(facts["gpus"]) == 22
-    assert len(facts["nodes"]) == 30
+    assert len(facts["gpus"]) == 23
+    assert len(facts["nodes"]) == 31
     assert len(facts["disagreements"]) == 6
     for entry in (*facts["gpus"], *facts["nodes"]):
         assert entry["sources"] or entry["name"] == "single-gpu"
