@@ -47,7 +47,8 @@ NAMES = {
     "NVIDIA GB300": "GB300-288GB",
 }
 GENERATION = {
-    "sm_70": "Volta", "sm_80": "Ampere", "sm_89": "Ada", "sm_90": "Hopper", "sm_100": "Blackwell", "sm_103": "Blackwell",
+    "sm_70": "Volta", "sm_80": "Ampere", "sm_89": "Ada", "sm_90": "Hopper",
+    "sm_100": "Blackwell", "sm_103": "Blackwell",
     "sm_120": "Blackwell", "gfx942": "CDNA3", "gfx950": "CDNA4",
 }  # fmt: skip
 LARGE_TENSOR_BYTES = 64 * 2**20  # above the 50 MB L2 of an H200, so that the norm reads from memory
