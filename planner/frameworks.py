@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainplan.costmodel.workload import Lora
+
 FUSED = ("cross_entropy", "norm", "rope", "swiglu")
 REVISIONS: tuple[str, ...] = (
     "Megatron-DeepSpeed (vTrain): fused kernels, not none; host time per launch and per micro-batch; fp16 reduction",
@@ -20,8 +22,12 @@ REVISIONS: tuple[str, ...] = (
     "Megatron-DeepSpeed (BigScience): a stack apart from Megatron-LM's",
     "Composer/llm-foundry: a third, not 40 %, of the tensor rate for first-generation flash-attention",
     "Megatron-Bridge: tokens cross the network once per domain",
+    "Megatron-Bridge: adapters on the projection of queries, keys and values only",
+    "HF Transformers + DeepSpeed: adapters on quantised weights, and on several GPUs, calibrated apart from others",
+    "Megatron-LM (2020): the row's InfiniBand adapters instead of the preset's network",
 )
 """What was changed in an entry after looking at errors of open rows."""
+QWEN_LORA = Lora(rank=64, alpha=16)
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,7 @@ class Framework:
         silent: Values of row fields where a row is silent, from the framework's or script's defaults.
         stack_of_sharded_parameters: Stack of rows that shard parameters, where another one runs then.
         stack_of_several_gpus: The same for rows of more than one GPU.
+        lora: Adapters of the scripts, where a row's task has some.
         document_tokens: Length of the documents that a row with packing holds, which its scripts' data sets have.
         pads_vocabulary: The vocabulary is padded to a multiple of this times tp.
         why: Version range, flags, and where they are documented.
@@ -52,6 +59,7 @@ class Framework:
     document_tokens: int = 0
     stack_of_sharded_parameters: str = ""
     stack_of_several_gpus: str = ""
+    lora: Lora = QWEN_LORA
 
 
 UNOVERLAPPED = {"overlap_grad_reduce": False, "overlap_param_gather": False}
@@ -62,6 +70,17 @@ FRAMEWORKS = (
         "Megatron-Core of early 2026 on Transformer Engine 2.11; the launcher turns every overlap off.",
         {"attention": "cudnn", "fused_kernels": FUSED, **UNOVERLAPPED},
         pads_vocabulary=128,
+    ),
+    Framework(
+        "Megatron-Bridge",
+        "megatron",
+        "As its other recipes; the performance recipes put adapters of rank 16 on the fused projection of queries, "
+        "keys and values only (cfg.peft.target_modules).",
+        {"attention": "cudnn", "fused_kernels": FUSED, "overlap_tp": True},
+        {"recompute": "none", "zero_or_fsdp": "ZeRO-1"},
+        pads_vocabulary=128,
+        task="lora",
+        lora=Lora(rank=16, alpha=32, target_modules=("q_proj", "k_proj", "v_proj")),
     ),
     Framework(
         "Megatron-Bridge",

@@ -213,7 +213,7 @@ def interpret(row: Row) -> Run:
         seq_len=seq,
         global_batch_size=gbs,
         precision="bf16",
-        lora=_lora(row),
+        lora=_lora(row, entry),
         length_histogram=((packed, 1.0),) if packed else (),
     )
     hooked = entry.stack_of_sharded_parameters if sharding == "parameters" else ""
@@ -250,12 +250,12 @@ def _stage_layers(spec: ModelSpec, pp: int, vpp: int, stack: str) -> tuple[int, 
     return balanced(spec, stages)
 
 
-def _lora(row: Row) -> Lora | None:
-    """Adapters of a row's task; rank and modules are the scripts' defaults."""
+def _lora(row: Row, entry: Framework) -> Lora | None:
+    """Adapters of a row's task; rank and modules are the scripts'."""
     task = row.task or ""
     if "lora" not in task:
         return None
-    return Lora(rank=64, alpha=16, base_dtype="int4" if "qlora" in task else "bf16")
+    return entry.lora.model_copy(update={"base_dtype": "int4"}) if "qlora" in task else entry.lora
 
 
 def _attention(row: Row) -> dict[str, Any]:

@@ -24,3 +24,13 @@ def test_an_unknown_framework_has_no_entry() -> None:
 
 def test_revisions_are_named_once() -> None:
     assert len(set(REVISIONS)) == len(REVISIONS)
+
+
+def test_adapters_are_those_of_the_scripts() -> None:
+    """Megatron-Bridge's performance recipes adapt `linear_qkv` alone; Qwen's scripts take rank 64 on every projection."""
+    bridge = framework("Megatron-Bridge/Megatron-Core", "", "lora")
+    qwen = framework("HF Transformers + DeepSpeed (finetune.py)", "", "lora")
+    assert bridge is not None
+    assert qwen is not None
+    assert bridge.lora.target_modules == ("q_proj", "k_proj", "v_proj")
+    assert (qwen.lora.rank, len(qwen.lora.target_modules)) == (64, 7)
