@@ -27,7 +27,7 @@ def test_revisions_are_named_once() -> None:
 
 
 def test_adapters_are_those_of_the_scripts() -> None:
-    """Megatron-Bridge's performance recipes adapt `linear_qkv` alone; Qwen's scripts take rank 64 on every projection."""
+    """Megatron-Bridge's performance recipes adapt `linear_qkv` alone; Qwen's scripts every projection, by rank 64."""
     bridge = framework("Megatron-Bridge/Megatron-Core", "", "lora")
     qwen = framework("HF Transformers + DeepSpeed (finetune.py)", "", "lora")
     assert bridge is not None
