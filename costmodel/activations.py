@@ -10,19 +10,21 @@ import numpy as np
 
 from trainplan.costmodel.kernel_sets import FUSED, traffic
 from trainplan.costmodel.model import AttentionKind, MlpKind
-from trainplan.costmodel.work import Column, Shapes
+from trainplan.costmodel.work import Column, Shapes, remembered
 
 LayerKind = tuple[AttentionKind, MlpKind]
 STATISTIC_BYTES = 4
 """One fp32 number per row: a norm's reciprocal root, attention's log-sum-exp."""
 
 
+@remembered
 def saved_bytes(s: Shapes, kind: LayerKind) -> Column:
     """Bytes one layer saves for one micro-batch when nothing of it is recomputed."""
     parts = _parts(s, kind)
     return np.asarray(sum(parts.values(), start=np.zeros(())))
 
 
+@remembered
 def kept_bytes(s: Shapes, kind: LayerKind) -> Column:
     """Bytes that a recomputed layer keeps: its input (full), or what the selective modules don't repeat."""
     parts = _parts(s, kind)
@@ -37,11 +39,13 @@ def kept_bytes(s: Shapes, kind: LayerKind) -> Column:
     return np.asarray(np.where(s.table.chosen("recompute", "full"), boundary, np.maximum(selective, boundary)))
 
 
+@remembered
 def boundary_bytes(s: Shapes) -> Column:
     """Bytes of the hidden states between two layers: what full recompute keeps, and the gradient that flows back."""
     return np.asarray(s.element_bytes * s.norm_tokens * s.job.model.hidden_size)
 
 
+@remembered
 def recomputed_bytes(s: Shapes, kind: LayerKind) -> Column:
     """Bytes that come back to life when a layer is recomputed.
 
@@ -53,6 +57,7 @@ def recomputed_bytes(s: Shapes, kind: LayerKind) -> Column:
     return np.asarray(saved_bytes(s, kind) - kept_bytes(s, kind) + twice)
 
 
+@remembered
 def backward_bytes(s: Shapes, kind: LayerKind) -> Column:
     """Bytes beside the saved ones at the worst moment of a layer's backward, in its MLP.
 
@@ -69,6 +74,7 @@ def backward_bytes(s: Shapes, kind: LayerKind) -> Column:
     return np.asarray(boundary_bytes(s) + e * width * (2 if model.gated_mlp else 1))
 
 
+@remembered
 def norm_backward_bytes(s: Shapes) -> Column:
     """Bytes at the worst moment of the backward of a norm over the hidden size, its input among them.
 
@@ -80,6 +86,7 @@ def norm_backward_bytes(s: Shapes) -> Column:
     return np.asarray(s.norm_tokens * (s.job.model.hidden_size * per_value + 2 * STATISTIC_BYTES))
 
 
+@remembered
 def head_backward_bytes(s: Shapes) -> Column:
     """Bytes of the head's product in backward: gradients of the logits, of its weight and of its input."""
     vocab, e = s.job.model.vocab_size / s.table["tp"], s.element_bytes
@@ -87,6 +94,7 @@ def head_backward_bytes(s: Shapes) -> Column:
     return np.where((s.table["loss_chunk"] > 0) & (s.table["loss_chunk"] < s.tokens), 0, whole)
 
 
+@remembered
 def batch_bytes(s: Shapes) -> Column:
     """Bytes that all layers of a micro-batch share: ids and labels, rotary tables, and what tells documents apart."""
     job, t = s.job, s.table
@@ -101,11 +109,13 @@ def batch_bytes(s: Shapes) -> Column:
     return np.asarray(numbers * s.tokens + tables + np.where(kept, s.tokens * job.workload.seq_len, 0))
 
 
+@remembered
 def edge_bytes(s: Shapes) -> Column:
     """Bytes the head saves beside the logits: the final norm and its output."""
     return np.asarray(_norm_bytes(s, s.norm_tokens, s.job.model.hidden_size) + _input_bytes(s))
 
 
+@remembered
 def loss_bytes(s: Shapes) -> Column:
     """Peak bytes of logits and their gradients: a micro-batch's, or one chunk's.
 
@@ -138,6 +148,7 @@ def _glu_bytes(s: Shapes, tokens: Column, width: Column) -> Column:
     return np.asarray(tokens * width * (gated + s.element_bytes))
 
 
+@remembered
 def _parts(s: Shapes, kind: LayerKind) -> dict[str, Column]:
     """Saved bytes by the names that selective recompute uses, and ``other``."""
     model, t, e = s.job.model, s.table, s.element_bytes

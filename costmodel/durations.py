@@ -6,7 +6,7 @@ per unit; this module chooses the graph (`step_key`) and fills its classes, so t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -108,7 +108,8 @@ def _unit_parts(unit: Unit, recomputed: bool) -> dict[str, Column]:
     return parts | {name: sum(unit.inline.get(name, (zero, zero)), start=zero) for name in INLINE_PARTS}
 
 
-def _works(unit: Unit, recomputed: bool) -> dict[Work, Column]:
+def unit_work(unit: Unit, recomputed: bool) -> dict[Work, Column]:
+    """Seconds of one unit by kind of work, communication between its operations included."""
     again = unit.recompute if recomputed else np.zeros(())
     input_grad = unit.input_grad + again + unit.inline_backward
     return {
@@ -121,12 +122,20 @@ def _works(unit: Unit, recomputed: bool) -> dict[Work, Column]:
     }
 
 
-def _exposed(units: Units, gathers: Column, reduces: Column) -> Column:
+def stage_work(pieces: Sequence[tuple[Unit, bool, Column | int]]) -> dict[Work, Column]:
+    """Seconds of a stage by kind of work, from (unit, whether it is computed twice, how many of it)."""
+    works = [(unit_work(unit, again), count) for unit, again, count in pieces]
+    return {
+        work: np.asarray(sum((count * of[work] for of, count in works), start=np.zeros(()))) for work in works[0][0]
+    }
+
+
+def exposed_s(units: Units, gathers: Column, reduces: Column) -> Column:
     """Seconds after the last backward of data-parallel communication that is not overlapped: gradients, parameters."""
     return np.where(units.overlaps_reduce, 0.0, reduces) + np.where(units.overlaps_gather, 0.0, gathers)
 
 
-def _slowed(work: dict[Work, Column], units: Units, key: Key | ChainKey) -> dict[Work, Column]:
+def slowed_work(work: dict[Work, Column], units: Units, key: Key | ChainKey) -> dict[Work, Column]:
     """A unit's work with its computation stretched while communication runs beside it.
 
     Communication takes memory bandwidth and processors from the kernels it overlaps: each second of it that a
@@ -161,9 +170,9 @@ def _chain(key: ChainKey, place: Layout, units: Units, own: Column) -> Durations
     """FSDP's root unit holds the embedding and the head: their traffic runs where the embedding is."""
     kinds, layers = _chain_kinds(place)
     pieces = [
-        _works(units.embedding, False),
-        *(_works(units.layers[kind], again) for kind, again in layers),
-        _works(units.head, False),
+        unit_work(units.embedding, False),
+        *(unit_work(units.layers[kind], again) for kind, again in layers),
+        unit_work(units.head, False),
     ]
     for work in (Work.GATHER, Work.REDUCE):
         pieces[0][work] = pieces[0][work] + pieces[-1][work]
@@ -173,7 +182,7 @@ def _chain(key: ChainKey, place: Layout, units: Units, own: Column) -> Durations
         np.asarray(sum((n * piece[work] for n, piece in zip(counts, pieces, strict=True)), start=np.zeros(())))
         for work in (Work.GATHER, Work.REDUCE)
     )
-    slowed = [_slowed(piece, units, key) for piece in pieces]
+    slowed = [slowed_work(piece, units, key) for piece in pieces]
     contention = sum((n * _lost(a, b) for n, a, b in zip(counts, pieces, slowed, strict=True)), start=np.zeros(()))
     pieces = slowed
     seconds = {work: _stack_last([piece[work] for piece in pieces]) for work in pieces[0]}
@@ -184,7 +193,7 @@ def _chain(key: ChainKey, place: Layout, units: Units, own: Column) -> Durations
     seconds[Work.GATHER_BACKWARD] = again
     share = np.zeros(len(pieces))
     share[EMBEDDING] = 1.0  # one optimizer step for all, at the end
-    finish = own * units.optimizer_per_parameter + _exposed(units, gathers, reduces) + units.step_host_s
+    finish = own * units.optimizer_per_parameter + exposed_s(units, gathers, reduces) + units.step_host_s
     seconds[Work.FINISH] = np.asarray(finish)[..., None] * share
     parts = _sum_parts(
         [
@@ -214,22 +223,16 @@ def _pipeline(key: Key, place: Layout, units: Units, own: list[Column]) -> Durat
         pieces = [(units.layers[kind], again, count) for (kind, again), count in place.counts(stage).items()]
         pieces += [(units.embedding, False, 1)] if stage == 0 else []
         pieces += [(units.head, False, 1)] if stage == place.num_stages - 1 else []
-        works = [(_works(unit, again), count) for unit, again, count in pieces]
-        stages.append(
-            {
-                work: np.asarray(sum((count * of[work] for of, count in works), start=np.zeros(())))
-                for work in works[0][0]
-            }
-        )
+        stages.append(stage_work(pieces))
         parts.append(_sum_parts([(_unit_parts(unit, again), count) for unit, again, count in pieces]))
     last = place.num_stages // key.pp  # stages of a rank; what a rank does once is shared among them
     finish = [
         count * units.optimizer_per_parameter
-        + _exposed(units, stage[Work.GATHER], stage[Work.REDUCE])
+        + exposed_s(units, stage[Work.GATHER], stage[Work.REDUCE])
         + units.step_host_s / last
         for count, stage in zip(own, stages, strict=True)
     ]
-    slowed = [_slowed(stage, units, key) for stage in stages]
+    slowed = [slowed_work(stage, units, key) for stage in stages]
     for part, before, after in zip(parts, stages, slowed, strict=True):
         part["contention"] = _lost(before, after)
     stages = slowed

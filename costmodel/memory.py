@@ -6,6 +6,7 @@ Three numbers, never mixed: live tensors (allocated), what the allocator holds (
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 
@@ -14,7 +15,7 @@ import numpy as np
 from trainplan.costmodel.activations import edge_bytes, kept_bytes, saved_bytes
 from trainplan.costmodel.estimate import Interval, StageMemory
 from trainplan.costmodel.job import Job
-from trainplan.costmodel.layout import Layout
+from trainplan.costmodel.layout import LayerKind, Layout
 from trainplan.costmodel.moments import Held, Moment, fsdp2_moments, fullest, whole_moments
 from trainplan.costmodel.orders import in_flight_peaks
 from trainplan.costmodel.stacks import Stack
@@ -86,24 +87,122 @@ def rank_bytes(
         num_micro_batches: Micro-batches per step.
         schedule: Their pipeline schedule.
     """
-    shapes = Shapes(job, table, stack)
-    pp = max(place.ranks) + 1
-    peaks = (
-        in_flight_peaks(schedule, pp, place.num_stages // pp, num_micro_batches)
-        if pp > 1
-        else (np.ones((1, 1), dtype=np.int32),)
+    peaks = _in_flight(place, num_micro_batches, schedule)
+    return _rank_bytes(job, stack, table, place, num_micro_batches, peaks, range(len(peaks)))
+
+
+def peak_device_bytes(
+    job: Job, stack: Stack, table: StrategyTable, place: Layout, num_micro_batches: int, schedule: Schedule
+) -> Column:
+    """95 % point of device memory of the fullest rank, as `rank_bytes` has it.
+
+    A rank whose stages hold the same as another's, and of which fewer micro-batches are in flight, is left out.
+    """
+    peaks = _in_flight(place, num_micro_batches, schedule)
+    ranks = _fullest_ranks(
+        place,
+        peaks,
+        [
+            (place.kinds[stage], place.recomputed[stage], stage == 0, stage == place.num_stages - 1)
+            for stage in range(place.num_stages)
+        ],
     )
-    activations = [_stage_activations(shapes, place, stage) for stage in range(place.num_stages)]
-    several = np.where(table["tp"] * table["pp"] * table["cp"] * table.dp > 1, stack.comm_buffer_bytes, 0.0)
     gpu = job.cluster.device.kind == "gpu"
-    fixed = stack.context_bytes + several if gpu else np.asarray(CPU_PROCESS_BYTES)
+    found = _rank_bytes(job, stack, table, place, num_micro_batches, peaks, ranks)
+    return np.asarray(reduce(np.maximum, (rank.device(2, gpu) for rank in found)))
+
+
+def least_device_bytes(
+    job: Job, stack: Stack, table: StrategyTable, place: Layout, num_micro_batches: int, schedule: Schedule
+) -> Column:
+    """95 % point of what the fullest rank needs beside workspace; never above `peak_device_bytes`.
+
+    How many layers are computed twice follows each row's `recompute_layers`, not ``place``.
+    """
+    shapes, gpu = Shapes(job, table, stack), job.cluster.device.kind == "gpu"
+    peaks = _in_flight(place, num_micro_batches, schedule)
+    same: dict[int, tuple[object, ...]] = {
+        stage: (place.kinds[stage], _split(table, stage), stage == 0, stage == place.num_stages - 1)
+        for stage in range(place.num_stages)
+    }
+    activations: dict[tuple[object, ...], Column] = {}
+    for stage, what in same.items():
+        if what not in activations:
+            activations[what] = _any_stage_activations(shapes, place, stage)
+    found = []
+    for rank in _fullest_ranks(place, peaks, [same[stage] for stage in range(place.num_stages)]):
+        stages = place.rank_stages(rank)
+        own = [activations[same[stage]] for stage in stages]
+        in_flight = reduce(np.maximum, (_weighted(peak, own) for peak in peaks[rank]))
+        found.append(sum(_state(shapes, stack, place, stages), start=in_flight))
+    reserved = reduce(np.maximum, found) * RESERVED_OVER_ALLOCATED[2 if gpu else 0]
+    return np.asarray(reserved + _fixed_bytes(shapes, stack) * FIXED_SPREAD[2])
+
+
+def _split(table: StrategyTable, stage: int) -> tuple[int, ...]:
+    """Layers of a stage that each choice of `recompute_layers` computes twice; -1 = all."""
+    return tuple(layers[stage] if layers else -1 for layers in table.vocabulary.get("recompute_layers", ((),)))
+
+
+def _any_stage_activations(s: Shapes, place: Layout, stage: int) -> Column:
+    """Bytes that one micro-batch keeps of a stage under each row's recomputation."""
+    kinds, total = place.kinds[stage], np.zeros(())
+    some = ~s.table.chosen("recompute", "none")
+    for kind in dict.fromkeys(kinds):
+
+        def twice(layers: tuple[int, ...], kind: LayerKind = kind) -> int:
+            return kinds[: layers[stage]].count(kind) if layers else kinds.count(kind)
+
+        again = s.table.mapped("recompute_layers", twice) * some
+        total = total + (kinds.count(kind) - again) * saved_bytes(s, kind) + again * kept_bytes(s, kind)
+    return total + edge_bytes(s) if stage == place.num_stages - 1 else total
+
+
+def _fullest_ranks(place: Layout, peaks: Sequence[np.ndarray], stages: Sequence[object]) -> list[int]:
+    """Ranks without those whose stages hold the same as another's, of which more micro-batches are in flight."""
+    ranks: dict[tuple[object, ...], list[int]] = {}
+    for rank in range(len(peaks)):
+        same = ranks.setdefault(tuple(stages[stage] for stage in place.rank_stages(rank)), [])
+        if not any(_covers(peaks[other], peaks[rank]) for other in same):
+            same[:] = [*(other for other in same if not _covers(peaks[rank], peaks[other])), rank]
+    return sorted(rank for same in ranks.values() for rank in same)
+
+
+def _fixed_bytes(s: Shapes, stack: Stack) -> Column:
+    """Bytes of a process beside tensors: context and communication buffers."""
+    if s.job.cluster.device.kind != "gpu":
+        return np.asarray(CPU_PROCESS_BYTES)
+    t = s.table
+    return stack.context_bytes + np.where(t["tp"] * t["pp"] * t["cp"] * t.dp > 1, stack.comm_buffer_bytes, 0.0)
+
+
+def _covers(more: np.ndarray, less: np.ndarray) -> bool:
+    """Whether some peak of one rank [peaks, stages] is at least each peak of another."""
+    return all(bool((more >= peak).all(axis=1).any()) for peak in less)
+
+
+def _in_flight(place: Layout, num_micro_batches: int, schedule: Schedule) -> Sequence[np.ndarray]:
+    """Peaks of micro-batches in flight of every rank, each [peaks, stages of the rank]."""
+    pp = max(place.ranks) + 1
+    if pp == 1:
+        return (np.ones((1, 1), dtype=np.int32),)
+    return in_flight_peaks(schedule, pp, place.num_stages // pp, num_micro_batches)
+
+
+def _rank_bytes(
+    job: Job, stack: Stack, table: StrategyTable, place: Layout, num_micro_batches: int, peaks: Sequence[np.ndarray],
+    ranks: Iterable[int],
+) -> list[RankBytes]:  # fmt: skip
+    shapes = Shapes(job, table, stack)
+    activations = [_stage_activations(shapes, place, stage) for stage in range(place.num_stages)]
+    fixed = _fixed_bytes(shapes, stack)
     result = []
-    for rank in range(pp):
+    for rank in ranks:
         stages = place.rank_stages(rank)
         own = [activations[stage] for stage in stages]
         in_flight = np.max(np.stack([_weighted(peak, own) for peak in peaks[rank]]), axis=0)
         held = _held(shapes, place, stages, in_flight, num_micro_batches)
-        result.append(_rank(rank, shapes, stack, place, held, np.asarray(fixed)))
+        result.append(_rank(rank, shapes, stack, place, held, fixed))
     return result
 
 
@@ -186,29 +285,37 @@ def _held(s: Shapes, place: Layout, stages: list[int], in_flight: Column, num_mi
     )
 
 
-def _rank(rank: int, s: Shapes, stack: Stack, place: Layout, held: Held, fixed: Column) -> RankBytes:
-    """FSDP2 keeps fp32 weights and moments of its own shard at every level; others shard each kind of state apart."""
+def _state(s: Shapes, stack: Stack, place: Layout, stages: list[int]) -> tuple[Column, Column, Column]:
+    """Bytes of a rank's weights, optimizer state, and gradients that stay for the whole step.
+
+    FSDP2 keeps fp32 weights and moments of its own shard at every level; others shard each kind of state apart.
+    """
     t = s.table
     if stack.fsdp2:
-        parameters, optimizer = 4 * held.own, 8 * held.own
+        own = own_parameters(s, place, stages)
+        return 4 * own, 8 * own, np.zeros(())
+    layers, edge, _, routed = stage_parameters(s, place, stages)
+    shard, expert_shard = _shards(t)
+
+    def split(level: str) -> Column:
+        """Parameters a rank keeps of what sharding splits from ``level`` on."""
+        at = t.at_least("sharding", level)
+        return np.asarray((layers + edge) / np.where(at, shard, 1) + routed / np.where(at, expert_shard, 1))
+
+    optimizer = np.where(t["optimizer_offload"], 0, stack.optimizer_state_bytes * split("optimizer"))
+    gradients = 4 * split("gradients") + stack.gradient_copy_bytes * (layers + edge + routed)
+    return 2 * split("parameters"), optimizer, gradients
+
+
+def _rank(rank: int, s: Shapes, stack: Stack, place: Layout, held: Held, fixed: Column) -> RankBytes:
+    parameters, optimizer, gradients = _state(s, stack, place, held.stages)
+    if stack.fsdp2:
         moments = [*fsdp2_moments(s, place, held)]
         if s.job.cluster.device.kind == "cpu":  # AdamW over lists of tensors: the roots of all second moments at once
             moments.append(Moment(4 * held.own, np.zeros(()), np.zeros(()), 4 * held.own))
     else:
-        layers, edge, largest, routed = stage_parameters(s, place, held.stages)
-        shard, expert_shard = _shards(t)
-
-        def split(level: str) -> Column:
-            """Parameters a rank keeps of what sharding splits from ``level`` on."""
-            at = t.at_least("sharding", level)
-            return np.asarray((layers + edge) / np.where(at, shard, 1) + routed / np.where(at, expert_shard, 1))
-
-        parameters, optimizer = (
-            2 * split("parameters"),
-            np.where(t["optimizer_offload"], 0, stack.optimizer_state_bytes * split("optimizer")),
-        )
-        moved = np.where(t.at_least("sharding", "parameters"), 2 * 2 * (largest + edge), 0)
-        gradients = 4 * split("gradients") + stack.gradient_copy_bytes * (layers + edge + routed)
+        _, edge, largest, _ = stage_parameters(s, place, held.stages)
+        moved = np.where(s.table.at_least("sharding", "parameters"), 2 * 2 * (largest + edge), 0)
         moments = [*whole_moments(s, place, held, gradients, moved)]
     return RankBytes(rank, np.asarray(parameters), np.asarray(optimizer), tuple(moments), fixed)
 

@@ -19,7 +19,7 @@ from trainplan.costmodel.model import ModelSpec
 from trainplan.costmodel.strategy import Strategy
 from trainplan.costmodel.workload import Workload
 
-SCHEMA_VERSION = "1.0"
+SCHEMA_VERSION = "1.1"
 """major.minor: a reader takes its own major version; a minor version only adds fields."""
 
 
@@ -34,7 +34,9 @@ class SearchRecord(_Frozen):
     covered: int = Field(ge=0, description="Strategies considered, legal or not.")
     illegal: dict[str, int] = Field(default_factory=dict, description="Rule -> strategies it was the first to refuse.")
     infeasible: int = Field(ge=0, description="Legal strategies that do not fit in memory.")
-    feasible: int = Field(ge=0)
+    feasible: int = Field(ge=0, description="Strategies that were found to fit.")
+    dropped: int = Field(0, ge=0, description="Strategies that a bound excluded before it was seen whether they fit.")
+    simulated: int = Field(0, ge=0, description="Strategies whose step was simulated.")
     gap_frac: float = Field(ge=0, description="The step time is proven within this share of the best; 0 = exact.")
     proven: bool = Field(description="Whether every feasible strategy was priced or bounded.")
 

@@ -63,7 +63,12 @@ def step_seconds(graph: Graph, durations: ArrayLike, engine: Engine = "auto", th
 
 
 def critical_path_counts(graph: Graph, durations: ArrayLike, engine: Engine = "auto") -> NDArray[np.int32]:
-    """How often each class occurs on the longest path, [classes], for one row of durations [classes].
+    """The counts of `critical_path`."""
+    return critical_path(graph, durations, engine)[1]
+
+
+def critical_path(graph: Graph, durations: ArrayLike, engine: Engine = "auto") -> tuple[float, NDArray[np.int32]]:
+    """Seconds of the step, and how often each class is on its longest path, [classes], for durations [classes].
 
     ``counts @ durations`` is the step's time up to rounding, ``counts @ other`` never more than the time with other
     durations of the same graph. ``counts`` is also the derivative of the step's time by each class's duration (one of
@@ -72,8 +77,9 @@ def critical_path_counts(graph: Graph, durations: ArrayLike, engine: Engine = "a
     ends = finish_times(graph, durations, engine)
     counts = np.zeros(len(graph.classes), np.int32)
     count_back = compiled(_count_back) if use_numba(engine, len(graph)) else _count_back
-    count_back(graph.cls, graph.preds, ends, int(np.argmax(ends)), counts)
-    return counts
+    last = int(np.argmax(ends))
+    count_back(graph.cls, graph.preds, ends, last, counts)
+    return float(ends[last]), counts
 
 
 def busy_seconds(graph: Graph, durations: ArrayLike) -> Floats:

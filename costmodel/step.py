@@ -28,7 +28,6 @@ from trainplan.costmodel.work import LINEAR_CHUNK, Column, Shapes, attended_caus
 
 DATA_PARALLEL = (Work.GATHER, Work.GATHER_FORWARD, Work.GATHER_BACKWARD, Work.REDUCE)
 PIPELINE = (Work.SEND_FORWARD, Work.SEND_BACKWARD)
-ON_COMPUTE = (Work.FORWARD, Work.BACKWARD, Work.INPUT_GRAD, Work.WEIGHT_GRAD, Work.FINISH)
 
 
 ROUNDING = 1e-9
@@ -54,16 +53,6 @@ class Priced:
         columns = graph.classes.durations(seconds)
         flat = step_seconds(graph, columns.reshape(-1, columns.shape[-1]))
         return np.asarray(flat.reshape(columns.shape[:-1]))
-
-    @cached_property
-    def bound_s(self) -> Column:
-        """A lower bound of `step_s`: the most work that one stream of one rank has to do."""
-        graph = self.work.graph
-        columns = graph.classes.durations(self.work.seconds)
-        on_compute = np.array([kind in ON_COMPUTE for kind in graph.classes.kinds]).repeat(graph.classes.num_units)
-        on_network = np.array([kind in DATA_PARALLEL for kind in graph.classes.kinds]).repeat(graph.classes.num_units)
-        loads = [columns @ (counts * mask) for counts in graph.node_counts for mask in (on_compute, on_network)]
-        return np.asarray(np.max(np.stack(loads), axis=0))
 
     @cached_property
     def memory(self) -> list[RankBytes]:

@@ -6,7 +6,7 @@ axis of draws where the rates have one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -70,21 +70,96 @@ class Units:
     overlaps_reduce: Column
     contention: Column
 
+    def take(self, shape: tuple[int, ...], flat: np.ndarray) -> Units:
+        """The units at flat indices of a grid of ``shape``."""
+        where = np.unravel_index(flat, shape)
+
+        def rows(column: Column) -> Column:
+            return column if column.ndim == 0 else np.broadcast_to(column, shape)[where]
+
+        def unit(of: Unit) -> Unit:
+            inline = {name: (rows(forward), rows(backward)) for name, (forward, backward) in of.inline.items()}
+            return Unit(
+                rows(of.forward), rows(of.input_grad), rows(of.weight_grad), rows(of.recompute), inline,
+                rows(of.gather), rows(of.reduce),
+            )  # fmt: skip
+
+        layers = {kind: unit(of) for kind, of in self.layers.items()}
+        names = (
+            "send", "optimizer_per_parameter", "step_host_s", "overlaps_gather", "overlaps_reduce", "contention",
+        )  # fmt: skip
+        return Units(layers, unit(self.embedding), unit(self.head), *(rows(getattr(self, name)) for name in names))
+
+
+@dataclass(frozen=True)
+class ComputedUnits:
+    """Computation and inline communication of every unit."""
+
+    layers: dict[LayerKind, Computed]
+    embedding: Computed
+    head: Computed
+
+
+def computed_units(job: Job, stack: Stack, table: StrategyTable, rates: Rates) -> ComputedUnits:
+    """What the units take that depends on `COMPUTE_FIELDS` alone."""
+    pricer = _Pricer(Shapes(job, table, stack), rates)
+    kinds = dict.fromkeys(job.model.layer_kinds())
+    return ComputedUnits({kind: pricer.layer(kind) for kind in kinds}, pricer.embedding(), pricer.head())
+
 
 def unit_seconds(job: Job, stack: Stack, table: StrategyTable, rates: Rates) -> Units:
     """Price every unit of ``job``; shapes broadcast as ``[draws, rows]``."""
-    model, shapes = job.model, Shapes(job, table, stack)
     few, back = distinct(table)
-    pricer, shared = _Pricer(Shapes(job, few, stack), rates), DataParallel(shapes, rates)
-    sent = shapes.norm_tokens * model.hidden_size * shapes.element_bytes
+
+    def spread(column: Column) -> Column:
+        return column if back is None or column.ndim == 0 or column.shape[-1] == 1 else column[..., back]
+
+    computed, shared = computed_units(job, stack, few, rates), shared_units(job, stack, table, rates)
+    return joined_units(job, stack, table, rates, computed, shared, spread)
+
+
+@dataclass(frozen=True)
+class SharedUnits:
+    """(gather, reduce) seconds of the data-parallel traffic of every unit."""
+
+    layers: dict[LayerKind, tuple[Column, Column]]
+    embedding: tuple[Column, Column]
+    head: tuple[Column, Column]
+
+
+def shared_units(job: Job, stack: Stack, table: StrategyTable, rates: Rates) -> SharedUnits:
+    """What the units take that depends on who shares their parameters, and when."""
+    model, shared = job.model, DataParallel(Shapes(job, table, stack), rates)
     rows = model.vocab_size * model.hidden_size
-    own_rows = 0 if model.tie_word_embeddings else rows
+    head_rows = 0 if model.tie_word_embeddings else rows
+    return SharedUnits(
+        {kind: shared.layer(*kind) for kind in dict.fromkeys(model.layer_kinds())},
+        shared.edge(rows),
+        shared.edge(head_rows, model.final_norm_parameters()),
+    )
+
+
+def joined_units(
+    job: Job, stack: Stack, table: StrategyTable, rates: Rates, computed: ComputedUnits, shared: SharedUnits,
+    spread: Callable[[Column], Column],
+) -> Units:  # fmt: skip
+    """The units of ``table``: what was computed for distinct rows, and each row's own traffic between ranks.
+
+    Args:
+        job: Model, cluster and workload.
+        stack: The software.
+        table: The strategies.
+        rates: The rates that both parts have.
+        computed: From `computed_units`.
+        shared: From `shared_units`; broadcasts against ``table``.
+        spread: Turns a computed column of distinct rows into one that broadcasts against ``table``.
+    """
+    model, shapes = job.model, Shapes(job, table, stack)
+    sent = shapes.norm_tokens * model.hidden_size * shapes.element_bytes
     return Units(
-        layers={
-            kind: _unit(pricer.layer(kind), back, shared.layer(*kind)) for kind in dict.fromkeys(model.layer_kinds())
-        },
-        embedding=_unit(pricer.embedding(), back, shared.edge(rows)),
-        head=_unit(pricer.head(), back, shared.edge(own_rows, model.final_norm_parameters())),
+        layers={kind: _unit(of, spread, shared.layers[kind]) for kind, of in computed.layers.items()},
+        embedding=_unit(computed.embedding, spread, shared.embedding),
+        head=_unit(computed.head, spread, shared.head),
         send=np.where(table["pp"] > 1, p2p_s(sent, _pipeline_span(table), rates), 0.0),
         optimizer_per_parameter=np.asarray(stack.optimizer_traffic_bytes / np.asarray(rates.memory))
         + _offload_s(table, rates),
@@ -118,12 +193,8 @@ def distinct(table: StrategyTable) -> tuple[StrategyTable, Column | None]:
     return (table, None) if 2 * len(first) > table.size else (table.take(first), back)
 
 
-def _unit(of: Computed, back: Column | None, shared: tuple[Column, Column]) -> Unit:
+def _unit(of: Computed, spread: Callable[[Column], Column], shared: tuple[Column, Column]) -> Unit:
     """A unit of every row, from those of distinct rows and each row's data-parallel traffic."""
-
-    def spread(column: Column) -> Column:
-        return column if back is None or column.ndim == 0 or column.shape[-1] == 1 else column[..., back]
-
     inline = {name: (spread(forward), spread(backward)) for name, (forward, backward) in of.inline.items()}
     return Unit(
         spread(of.forward), spread(of.input_grad), spread(of.weight_grad), spread(of.recompute), inline, *shared

@@ -6,10 +6,10 @@ million. A phase is forward, input_grad or weight_grad.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal
+from functools import cached_property, wraps
+from typing import Concatenate, Literal, ParamSpec, TypeVar, cast
 
 import numpy as np
 
@@ -109,6 +109,11 @@ class Shapes:
         """Bytes of an activation."""
         return np.where(self.table.chosen("precision", "fp32"), 4, 2)
 
+    @cached_property
+    def known(self) -> dict[tuple[object, ...], object]:
+        """What `remembered` functions have found for these shapes."""
+        return {}
+
     def kernel(self, name: str) -> list[tuple[Column, Kernel]]:
         """(share of rows, kernel): the eager one, and the fused one where compile or a fused kernel replaces it."""
         eager: KernelSet = self.stack.kernels(int(np.max(self.element_bytes)))
@@ -136,6 +141,23 @@ class Shapes:
             )
             for name, of in _FUSED_NAMES.items()
         }
+
+
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
+
+
+def remembered(function: Callable[Concatenate[Shapes, Given], Found]) -> Callable[Concatenate[Shapes, Given], Found]:
+    """A function of shapes that is evaluated once for each of them and its other arguments."""
+
+    @wraps(function)
+    def once(shapes: Shapes, /, *args: Given.args, **kwargs: Given.kwargs) -> Found:
+        key = (function.__name__, *args)
+        if key not in shapes.known:
+            shapes.known[key] = function(shapes, *args, **kwargs)
+        return cast(Found, shapes.known[key])
+
+    return once
 
 
 _FUSED_NAMES = {

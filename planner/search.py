@@ -1,49 +1,26 @@
-"""Which strategy is best? Prices every legal one, simulates those that may win, and says how sure the answer is."""
+"""Which strategy is best? Proves it over the whole space or samples, and says how sure the answer is."""
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
-
-import numpy as np
 
 from trainplan.costmodel.backends import backend
 from trainplan.costmodel.errors import NoPlanError, UsageError
 from trainplan.costmodel.estimate import Estimate
 from trainplan.costmodel.job import Job
 from trainplan.costmodel.plan import SearchRecord
-from trainplan.costmodel.step import estimate, memory_limit, price
-from trainplan.costmodel.strategy import Strategy, StrategyTable
-from trainplan.planner.space import Group, Pins, Space, complexity
+from trainplan.costmodel.step import estimate, memory_limit
+from trainplan.planner.board import Board, Candidate, Counts, Progress
+from trainplan.planner.certify import Certifier
+from trainplan.planner.space import Pins, Space
+from trainplan.planner.unit_book import UnitBook
 
 __all__ = ["Candidate", "Pins", "Progress", "Result", "tune"]
 
 Engine = Literal["enumerate", "optuna"]
-BATCH = 512
-"""Strategies simulated at a time inside a group, in the order of their lower bounds."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A feasible strategy with its simulated step time and the device memory of its fullest rank (95 % point)."""
-
-    strategy: Strategy
-    step_s: float
-    device_bytes: float
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where a search is: ``total`` is 0 while it is unknown."""
-
-    phase: str
-    priced: int
-    total: int
-    best_step_s: float | None
 
 
 @dataclass(frozen=True)
@@ -53,59 +30,6 @@ class Result:
     candidates: list[Candidate]
     record: SearchRecord
     estimate: Estimate
-
-
-@dataclass
-class Counts:
-    """What became of the strategies a search met."""
-
-    covered: int = 0
-    illegal: Counter[str] = field(default_factory=Counter)
-    infeasible: int = 0
-    feasible: int = 0
-    nearest: Candidate | None = None
-    refused: Strategy | None = None
-    """One strategy that was refused, to explain the rule by."""
-
-    def record(self, engine: str, proven: bool) -> SearchRecord:
-        return SearchRecord(
-            engine=engine, covered=self.covered, illegal=dict(self.illegal), infeasible=self.infeasible,
-            feasible=self.feasible, gap_frac=0.0, proven=proven,
-        )  # fmt: skip
-
-
-class Board:
-    """The best ``top`` candidates; ties go to the simpler strategy, then to the smaller text of it."""
-
-    def __init__(self, top: int) -> None:
-        self.top, self.candidates = top, list[Candidate]()
-
-    @property
-    def threshold_s(self) -> float:
-        """Step time that a candidate must not exceed to be of interest."""
-        return self.candidates[-1].step_s if len(self.candidates) >= self.top else np.inf
-
-    @property
-    def best_s(self) -> float | None:
-        return self.candidates[0].step_s if self.candidates else None
-
-    def add(self, candidate: Candidate) -> None:
-        self.candidates.append(candidate)
-        self.candidates.sort(key=_rank)
-        del self.candidates[self.top :]
-
-
-def _rank(c: Candidate) -> tuple[float, int, str]:
-    return (float(f"{c.step_s:.9g}"), complexity(c.strategy), c.strategy.model_dump_json())
-
-
-@dataclass(frozen=True)
-class Filtered:
-    """The feasible rows of a group with their lower bounds."""
-
-    table: StrategyTable
-    bound_s: np.ndarray
-    device_bytes: np.ndarray
 
 
 def tune(
@@ -118,6 +42,7 @@ def tune(
     seed: int = 0,
     study_path: Path | None = None,
     top: int = 20,
+    gap_frac: float = 0.0,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Result:
     """The best strategies of a job on a backend.
@@ -126,11 +51,12 @@ def tune(
         job: Model, cluster and workload.
         backend_name: native, megatron, torchtitan, deepspeed or accelerate.
         pins: What the user fixed.
-        engine: ``enumerate`` prices everything and proves its answer; ``optuna`` samples coarse knobs.
+        engine: ``enumerate`` covers everything and proves its answer; ``optuna`` samples coarse knobs.
         trials: Trials of the optuna engine.
         seed: Of the optuna engine; the other has no randomness.
         study_path: Journal file that keeps an Optuna study of the search; an existing one of the same job is resumed.
         top: How many strategies to return.
+        gap_frac: How much better than the answer, as a share of its step time, some strategy may be; 0 = none is.
         on_progress: Called now and then.
 
     Raises:
@@ -148,7 +74,7 @@ def tune(
 
         sample(space, board, counts, trials=trials, seed=seed, path=study_path, report=report)
     else:
-        enumerate_space(space, board, counts, report)
+        Certifier(space, UnitBook(space), board, counts, gap_frac, report).run()
         if study_path is not None:
             from trainplan.planner.study import save_candidates
 
@@ -156,65 +82,8 @@ def tune(
     if not board.candidates:
         raise _nothing(space, counts)
     best = estimate(job, backend_name, board.candidates[0].strategy, pins.memory_limit_bytes)
-    return Result(board.candidates, counts.record(engine, engine == "enumerate"), best)
-
-
-def enumerate_space(space: Space, board: Board, counts: Counts, report: Callable[[Progress], None]) -> None:
-    """Fill the board with the best of the whole space: bounds first, then simulation in the order of the bounds."""
-    heap: list[tuple[float, int, Filtered]] = []
-    for group in space.groups():
-        rows = feasible_rows(space, group, counts)
-        if rows is not None:
-            heapq.heappush(heap, (float(rows.bound_s.min()), len(heap), rows))
-        report(Progress("pricing", counts.covered, 0, None))
-    simulated = 0
-    while heap:
-        bound, _, rows = heapq.heappop(heap)
-        if bound > board.threshold_s:
-            break
-        simulated += simulate_rows(space, rows, board)
-        report(Progress("simulating", simulated, counts.feasible, board.best_s))
-
-
-def feasible_rows(space: Space, group: Group, counts: Counts) -> Filtered | None:
-    """The legal rows of a group that fit in memory, with lower bounds; None if there is none. Counts what it drops."""
-    counts.covered += group.size
-    mask, refused = space.backend.legal_mask(space.job, group.table)
-    counts.illegal.update(refused)
-    table = group.table.take(np.flatnonzero(mask))
-    if not table.size:
-        counts.refused = counts.refused or group.table.row(0)
-        return None
-    priced = price(space.job, space.backend.name, table)
-    device = np.broadcast_to(priced.device_bytes, table.shape)
-    fits = device <= (space.pins.memory_limit_bytes or memory_limit(space.job))
-    counts.infeasible += int(np.count_nonzero(~fits))
-    counts.feasible += int(np.count_nonzero(fits))
-    if not fits.any():
-        _remember_nearest(table, device, counts)
-        return None
-    kept = np.flatnonzero(fits)
-    return Filtered(table.take(kept), np.broadcast_to(priced.bound_s, table.shape)[kept], device[kept])
-
-
-def simulate_rows(space: Space, rows: Filtered, board: Board) -> int:
-    """Simulate the rows of a group that may still enter the board; returns how many."""
-    order, done = np.argsort(rows.bound_s, kind="stable"), 0
-    while done < len(order) and rows.bound_s[order[done]] <= board.threshold_s:
-        batch = order[done : done + BATCH]
-        table = rows.table.take(batch)
-        step_s = np.broadcast_to(price(space.job, space.backend.name, table).step_s(), table.shape)
-        for i in np.flatnonzero(step_s <= board.threshold_s):
-            if step_s[i] <= board.threshold_s:
-                board.add(Candidate(table.row(int(i)), float(step_s[i]), float(rows.device_bytes[batch[i]])))
-        done += len(batch)
-    return done
-
-
-def _remember_nearest(table: StrategyTable, device: np.ndarray, counts: Counts) -> None:
-    least = int(np.argmin(device))
-    if counts.nearest is None or device[least] < counts.nearest.device_bytes:
-        counts.nearest = Candidate(table.row(least), np.inf, float(device[least]))
+    proven = engine == "enumerate"
+    return Result(board.candidates, counts.record(engine, proven, gap_frac if proven else 0.0), best)
 
 
 def _nothing(space: Space, counts: Counts) -> Exception:
@@ -243,7 +112,7 @@ def _contradiction(space: Space) -> str:
     job, values = space.job, space.pins.values
     degrees = {
         name: values[name]
-        for name in ("tp", "pp", "cp", "dp_replicate", "dp_shard", "micro_batch_size", "grad_accum")
+        for name in ("tp", "pp", "cp", "dp_replicate", "dp_shard", "micro_batch_size", "grad_accum", "schedule", "vpp")
         if name in values
     }
     stated = ", ".join(f"{name} in {list(v)}" for name, v in degrees.items()) or "the space"

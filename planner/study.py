@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from trainplan.costmodel.backends.rules import divisors
 from trainplan.costmodel.errors import UsageError
+from trainplan.planner.board import Board, Candidate, Counts, Progress
+from trainplan.planner.certify import Certifier, Cuts
 from trainplan.planner.space import MAX_MICRO_BATCH, Pins, Space
+from trainplan.planner.unit_book import UnitBook
 
 if TYPE_CHECKING:
     import optuna
-
-    from trainplan.planner.search import Board, Candidate, Counts, Progress
 
 NAME = "trainplan"
 COARSE = ("tp", "pp", "cp", "micro_batch_size")
@@ -58,7 +59,10 @@ def sample(
     """
     import optuna
 
-    from trainplan.planner.search import Progress
+    book, cuts = UnitBook(space), Cuts()
+
+    def solve(degrees: dict[str, int]) -> float | None:
+        return _solve(space, degrees, board, counts, book, cuts)
 
     ranges = _ranges(space)
     solved: dict[tuple[int, ...], float | None] = {}
@@ -67,7 +71,7 @@ def sample(
         degrees = decode(space, {name: trial.suggest_int(name, 1, high, log=True) for name, high in ranges.items()})
         key = tuple(degrees.values())
         if key not in solved:
-            solved[key] = _solve(space, degrees, board, counts)
+            solved[key] = solve(degrees)
         step_s = solved[key]
         trial.set_user_attr("degrees", degrees)
         report(Progress("sampling", trial.number + 1 - before, trials, board.best_s))
@@ -83,7 +87,7 @@ def sample(
         for best in _best_degrees(
             study
         ):  # a resumed study is solved again there: its answer is never worse than before
-            solved[tuple(best.values())] = _solve(space, best, board, counts)
+            solved[tuple(best.values())] = solve(best)
         if not interrupted():
             study.optimize(objective, n_trials=trials, callbacks=[lambda of, _: of.stop() if interrupted() else None])
         _note_best(study, board.candidates)
@@ -173,19 +177,18 @@ def _ranges(space: Space) -> dict[str, int]:
     return {"tp": gpus, "pp": gpus, "cp": gpus, "micro_batch_size": most}
 
 
-def _solve(space: Space, degrees: dict[str, int], board: Board, counts: Counts) -> float | None:
+def _solve(
+    space: Space, degrees: dict[str, int], board: Board, counts: Counts, book: UnitBook, cuts: Cuts
+) -> float | None:
     """The best step time with these degrees over all fine knobs; None if nothing is legal and fits."""
-    from trainplan.planner.search import Board as FreshBoard
-    from trainplan.planner.search import enumerate_space
-
     pinned = dict(space.pins.values)
     for name, value in degrees.items():
-        if value not in pinned.get(name, (value,)):
+        if value not in space.options(name, (value,)):  # pinned otherwise, or nothing that the backend runs
             return None
         pinned[name] = (value,)
     inner = Space(space.job, space.backend, Pins(**{**space.pins.model_dump(), "values": pinned}))
-    own = FreshBoard(board.top)
-    enumerate_space(inner, own, counts, lambda progress: None)
+    own = Board(board.top)
+    Certifier(inner, book.within(inner), own, counts, cuts=cuts).run()
     for candidate in own.candidates:
         if candidate not in board.candidates:
             board.add(candidate)

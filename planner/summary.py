@@ -64,11 +64,6 @@ def slower_frac(step_s: float, best_step_s: float) -> float:
     return step_s / best_step_s - 1
 
 
-def legal_count(record: SearchRecord) -> int:
-    """Strategies that broke no rule: all of them were priced."""
-    return record.covered - illegal_count(record)
-
-
 def illegal_count(record: SearchRecord) -> int:
     """Strategies that some rule refused."""
     return sum(record.illegal.values())

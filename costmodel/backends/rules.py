@@ -7,7 +7,7 @@ and the exporters read the same tables.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,28 +88,37 @@ class Backend:
             )
         return tuple(reasons)
 
-    def legal_mask(self, job: Job, table: StrategyTable) -> tuple[Mask, dict[str, int]]:
+    def legal_mask(self, job: Job, table: StrategyTable, among: Mask | None = None) -> tuple[Mask, dict[str, int]]:
         """Which rows are legal, and how many rows each rule was the first to refuse.
 
-        Returns:
-            A bool array of ``table.shape`` and {rule name: rows}.
-        """
-        alive = np.ones(table.shape, dtype=bool)
-        counts: dict[str, int] = {}
+        Args:
+            job: Model, cluster and workload.
+            table: The rows, flat or as a grid.
+            among: The rows that count; None = all.
 
-        def refuse(name: str, keep: Mask) -> None:
-            lost = int(np.count_nonzero(alive & ~np.broadcast_to(keep, alive.shape)))
+        Returns:
+            A bool array that broadcasts against the table, no larger than the rules need, and {rule name: rows}.
+        """
+        alive = np.ones((1,) * len(table.shape), dtype=bool) if among is None else among
+        counts: dict[str, int] = {}
+        for name, keep in self._masks(job, table):
+            if keep.all():
+                continue
+            left = alive & keep
+            every = table.size // left.size
+            lost = (int(np.count_nonzero(np.broadcast_to(alive, left.shape))) - int(np.count_nonzero(left))) * every
             if lost:
                 counts[name] = counts.get(name, 0) + lost
-                np.logical_and(alive, keep, out=alive)
-
-        for name, _ in self.refusals(job):
-            refuse(name, np.zeros((), dtype=bool))
-        for name, allowed in self.values.items():
-            refuse(name, _allowed_mask(table, name, allowed))
-        for rule in self.rules:
-            refuse(rule.name, rule.holds(job, table))
+            alive = left
+            if not alive.any():
+                break
         return alive, counts
+
+    def _masks(self, job: Job, table: StrategyTable) -> Iterator[tuple[str, Mask]]:
+        """What each refusal, list of values and rule leaves."""
+        yield from ((name, np.zeros((), dtype=bool)) for name, _ in self.refusals(job))
+        yield from ((name, _allowed_mask(table, name, allowed)) for name, allowed in self.values.items())
+        yield from ((rule.name, np.asarray(rule.holds(job, table))) for rule in self.rules)
 
 
 def _allowed_mask(table: StrategyTable, name: str, allowed: Collection[Any]) -> Mask:
@@ -117,7 +126,8 @@ def _allowed_mask(table: StrategyTable, name: str, allowed: Collection[Any]) -> 
         return table.chosen(name, *allowed)
     if name in TUPLES:
         return table.mapped(name, lambda value: value in allowed).astype(bool)
-    return np.isin(table[name], list(allowed))
+    column = table[name]
+    return np.asarray(column.item() in allowed) if column.size == 1 else np.isin(column, list(allowed))
 
 
 def _shown(value: Any) -> str:

@@ -85,7 +85,11 @@ def tune(
         str, typer.Option(help="Numerics beyond summation order: rounding (bf16 reduction), lossy (int8, fp8).")
     ] = "",
     memory_limit: Annotated[str | None, typer.Option(help="Memory per device, as in 70GiB; all if left out.")] = None,
-    engine: Annotated[str, typer.Option(help="enumerate (prices all, proves its answer) or optuna.")] = "enumerate",
+    engine: Annotated[str, typer.Option(help="enumerate (covers all, proves its answer) or optuna.")] = "enumerate",
+    gap: Annotated[
+        float,
+        typer.Option(min=0, max=50, help="How far from the fastest, in percent, the answer may be; 0 = not at all."),
+    ] = 0.5,
     trials: Annotated[int, typer.Option(min=1, help="Trials of the optuna engine.")] = 200,
     study: Annotated[Path | None, typer.Option(help="Optuna journal to keep and resume.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the optuna engine.")] = 0,
@@ -95,8 +99,8 @@ def tune(
 ) -> None:
     """Find the fastest way to train a model; write it as a plan.
 
-    Every legal strategy within the options is priced, and the fastest that fits in memory wins. Knobs that are left out
-    are free; one that is given may have several values to choose from: --tp 1,2,4.
+    Every legal strategy within the options is priced or excluded by a bound, and the fastest that fits in memory wins.
+    Knobs that are left out are free; one that is given may have several values to choose from: --tp 1,2,4.
     """
     from trainplan.costmodel.cluster_config import load_cluster
     from trainplan.costmodel.errors import UsageError
@@ -131,7 +135,7 @@ def tune(
         check_profile(job.cluster)
     _check_limit(job, pins)
     _note_positions(job)
-    result = _search(job, backend, pins, engine, trials, seed, study, top)
+    result = _search(job, backend, pins, engine, gap / 100, trials, seed, study, top)
     plan = _plan(job, backend, result, context)
     plan.save(output)
     limit_bytes = pins.memory_limit_bytes or plan.estimate.memory_limit_bytes
@@ -229,8 +233,9 @@ def _note_positions(job: Job) -> None:
 
 
 def _search(
-    job: Job, backend: str, pins: Pins, engine: str, trials: int, seed: int, study: Path | None, top: int
-) -> Result:
+    job: Job, backend: str, pins: Pins, engine: str, gap_frac: float, trials: int, seed: int, study: Path | None,
+    top: int,
+) -> Result:  # fmt: skip
     from trainplan.planner import search
     from trainplan.planner.interrupt import Interrupted
     from trainplan.planner.render.progress import shown
@@ -246,6 +251,7 @@ def _search(
                 seed=seed,
                 study_path=study,
                 top=top,
+                gap_frac=gap_frac,
                 on_progress=report,
             )
     except KeyboardInterrupt:

@@ -18,7 +18,6 @@ from trainplan.planner.summary import (
     illegal_count,
     job_seconds,
     knobs,
-    legal_count,
     padding_frac,
     parts,
     slower_frac,
@@ -155,10 +154,11 @@ def print_search(to: Console, record: SearchRecord) -> None:
     heading(to, f"Search ({record.engine})")
     rows = [
         ("covered", whole(record.covered), ""),
+        ("left out", whole(record.dropped), "a bound shows that they are slower"),
         ("illegal", whole(illegal_count(record)), _by_rule(record)),
-        ("priced", whole(legal_count(record)), ""),
         ("too large", whole(record.infeasible), "more memory than the limit"),
         ("feasible", whole(record.feasible), _claim(record)),
+        ("simulated", whole(record.simulated), ""),
     ]
     table(to, rows, right=(1,))
 

@@ -19,7 +19,7 @@ LINE_EVERY_S = 2.0
 
 
 def describe(progress: Progress) -> str:
-    """``simulating 1,200 of 48,000 strategies, best step 9.82 s``."""
+    """``searching 1,200 of 48,000 strategies, best step 9.82 s``."""
     of = f" of {whole(progress.total)}" if progress.total else ""
     best = "" if progress.best_step_s is None else f", best step {seconds(progress.best_step_s)}"
     return f"{progress.phase} {whole(progress.priced)}{of} strategies{best}"

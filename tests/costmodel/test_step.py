@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from trainplan.costmodel.bounds import lower_bound_s
 from trainplan.costmodel.cluster_config import load_cluster
 from trainplan.costmodel.hardware import Cluster
 from trainplan.costmodel.job import Job
@@ -12,8 +13,9 @@ from trainplan.costmodel.model import ModelSpec
 from trainplan.costmodel.model_config import load_model
 from trainplan.costmodel.rates import rates
 from trainplan.costmodel.stacks import STACKS
-from trainplan.costmodel.step import estimate, model_flops_per_token, price
+from trainplan.costmodel.step import assumed_rates, estimate, model_flops_per_token, price
 from trainplan.costmodel.strategy import Strategy, StrategyTable
+from trainplan.costmodel.units import unit_seconds
 from trainplan.costmodel.work import Shapes, layer_work
 from trainplan.costmodel.workload import Workload
 
@@ -115,8 +117,10 @@ def test_bounds_are_below_what_they_bound() -> None:
         ("native", {"dp_replicate": 2, "dp_shard": 8, "sharding": "optimizer", "grad_accum": 4}),
     ):
         values = {**(MEGATRON if backend == "megatron" else {}), **values}
-        priced = price(of, backend, StrategyTable.from_strategies([Strategy(**values)]))  # type: ignore[arg-type]
-        assert float(priced.bound_s[0]) <= float(priced.step_s()[0])
+        table, stack = StrategyTable.from_strategies([Strategy(**values)]), STACKS[backend]  # type: ignore[arg-type]
+        units = unit_seconds(of, stack, table, assumed_rates(of, stack, table.row(0)))
+        bound_s = float(lower_bound_s(of, stack, table, units)[0])
+        assert 0.9 < bound_s / float(price(of, backend, table).step_s()[0]) <= 1
 
 
 def test_known_directions(round_cluster: MakeCluster) -> None:

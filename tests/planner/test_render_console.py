@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -79,21 +80,21 @@ def test_a_command_stays_on_one_line() -> None:
     assert written(lambda to: line(to, command)) == command + "\n"
 
 
-def progress(phase: str = "simulating", priced: int = 1200, best: float | None = 9.82) -> Progress:
-    return Progress(phase, priced, 48000 if phase == "simulating" else 0, best)
+def progress(phase: str = "sampling", priced: int = 1200, best: float | None = 9.82) -> Progress:
+    return Progress(phase, priced, 48000 if phase == "sampling" else 0, best)
 
 
 def test_progress_in_words() -> None:
-    assert describe(progress()) == "simulating 1,200 of 48,000 strategies, best step 9.82 s"
-    assert describe(progress("pricing", best=None)) == "pricing 1,200 strategies"
+    assert describe(progress()) == "sampling 1,200 of 48,000 strategies, best step 9.82 s"
+    assert describe(progress("searching", best=None)) == "searching 1,200 strategies"
 
 
 def test_a_log_gets_a_line_per_phase_and_one_every_two_seconds() -> None:
     stream, clock = io.StringIO(), iter([0.0, 0.1, 0.2, 1.9, 2.3, 2.4])
     lines = Lines(stream, lambda: next(clock))
-    for phase in ("pricing", "pricing", "simulating", "simulating", "simulating", "simulating"):
+    for phase in ("searching", "searching", "sampling", "sampling", "sampling", "sampling"):
         lines(progress(phase))
-    assert [text.split()[0] for text in stream.getvalue().splitlines()] == ["pricing", "simulating", "simulating"]
+    assert [text.split()[0] for text in stream.getvalue().splitlines()] == ["searching", "sampling", "sampling"]
 
 
 def test_a_bar_leaves_nothing_on_a_terminal_but_control_codes() -> None:
@@ -172,10 +173,12 @@ def test_of_many_stages_the_fullest_are_shown() -> None:
 )
 def test_a_search_claims_what_it_has_shown(gap: float, proven: bool, words: str) -> None:
     record = SearchRecord(
-        engine="enumerate", covered=100, illegal={"heads": 5, "layers": 20}, infeasible=60, feasible=15, gap_frac=gap,
-        proven=proven,
+        engine="enumerate", covered=100, illegal={"heads": 5, "layers": 20}, infeasible=60, feasible=15, dropped=20,
+        simulated=7, gap_frac=gap, proven=proven,
     )  # fmt: skip
     text = written(lambda to: screen.print_search(to, record))
     assert words in text
     assert "layers 20, heads 5" in text
-    assert text.index("covered") < text.index("illegal") < text.index("priced") < text.index("feasible")
+    assert text.index("covered") < text.index("illegal") < text.index("too large") < text.index("feasible")
+    assert re.search(r"left out +20 .*slower", text)
+    assert re.search(r"simulated +7", text)

@@ -27,7 +27,7 @@ def job(
 
 def everything(of: Job, name: str, pins: Pins) -> list[Strategy]:
     space = Space(of, backend(name), pins)
-    return [group.table.row(i) for group in space.groups() for i in range(group.size)]
+    return [strategy for group in space.groups() for strategy in group.strategies()]
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,11 @@ def test_the_winner_is_that_of_brute_force(name: str, of: dict[str, Any], pins: 
     fitting = [float(one.step_s()[0]) for one, fit in zip(alone, fits, strict=True) if fit]
     found = tune(problem, name, pins)
     assert found.candidates[0].step_s == pytest.approx(min(fitting), rel=1e-9)
-    assert found.record.feasible == len(fitting)
-    assert found.record.infeasible == len(legal) - len(fitting)
+    record = found.record
+    assert record.covered == len(everything(problem, name, pins))
+    assert record.covered == sum(record.illegal.values()) + record.infeasible + record.feasible + record.dropped
+    assert len(found.candidates) <= record.simulated <= record.feasible <= len(fitting)
+    assert record.infeasible <= len(legal) - len(fitting)
     assert [c.step_s for c in found.candidates] == pytest.approx(sorted(fitting)[: len(found.candidates)], rel=1e-8)
     assert found.estimate.fits
 
@@ -156,7 +159,7 @@ def test_a_model_that_a_backend_does_not_train_is_refused_before_the_search() ->
 def test_progress_is_reported() -> None:
     seen: list[Progress] = []
     tune(job(), "native", Pins(), on_progress=seen.append)
-    assert {p.phase for p in seen} == {"pricing", "simulating"}
+    assert {p.phase for p in seen} == {"searching"}
     assert seen[-1].best_step_s is not None
 
 

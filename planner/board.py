@@ -1,0 +1,94 @@
+"""What has a search found so far? The best strategies, and what became of all others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from trainplan.costmodel.plan import SearchRecord
+from trainplan.costmodel.strategy import Strategy
+from trainplan.planner.space import complexity
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a search is: ``total`` is 0 while it is unknown."""
+
+    phase: str
+    priced: int
+    total: int
+    best_step_s: float | None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A feasible strategy with its simulated step time and the device memory of its fullest rank (95 % point)."""
+
+    strategy: Strategy
+    step_s: float
+    device_bytes: float
+
+
+@dataclass
+class Counts:
+    """What became of the strategies a search met.
+
+    Attributes:
+        covered: All of them.
+        illegal: Rule -> how many it was the first to refuse, of those whose bound did not leave them out before.
+        infeasible: Legal ones that do not fit.
+        feasible: Ones that fit; what is left of ``covered`` was left out by a bound.
+        simulated: Ones whose step was simulated.
+        nearest: The one that needs least memory of those that do not fit.
+        refused: One that was refused, to explain the rule by.
+    """
+
+    covered: int = 0
+    illegal: Counter[str] = field(default_factory=Counter)
+    infeasible: int = 0
+    feasible: int = 0
+    simulated: int = 0
+    nearest: Candidate | None = None
+    refused: Strategy | None = None
+
+    @property
+    def looked_at(self) -> int:
+        """Strategies that were refused or priced one by one."""
+        return sum(self.illegal.values()) + self.infeasible + self.feasible
+
+    def record(self, engine: str, proven: bool, gap_frac: float) -> SearchRecord:
+        """The counts as they are kept in a plan."""
+        return SearchRecord(
+            engine=engine, covered=self.covered, illegal=dict(self.illegal), infeasible=self.infeasible,
+            feasible=self.feasible, dropped=self.covered - self.looked_at, simulated=self.simulated,
+            gap_frac=gap_frac, proven=proven,
+        )  # fmt: skip
+
+
+class Board:
+    """The best ``top`` candidates; ties go to the simpler strategy, then to the smaller text of it."""
+
+    def __init__(self, top: int) -> None:
+        self.top, self.candidates = top, list[Candidate]()
+
+    @property
+    def threshold_s(self) -> float:
+        """Step time that a candidate must not exceed to be of interest."""
+        return self.candidates[-1].step_s if len(self.candidates) >= self.top else np.inf
+
+    @property
+    def best_s(self) -> float | None:
+        """Step time of the best."""
+        return self.candidates[0].step_s if self.candidates else None
+
+    def add(self, candidate: Candidate) -> None:
+        """Put a candidate in its place."""
+        self.candidates.append(candidate)
+        self.candidates.sort(key=_rank)
+        del self.candidates[self.top :]
+
+
+def _rank(c: Candidate) -> tuple[float, int, str]:
+    return (float(f"{c.step_s:.9g}"), complexity(c.strategy), c.strategy.model_dump_json())

@@ -1,0 +1,241 @@
+"""Which strategy is fastest, and how sure is that? Best-first branch and bound with cuts.
+
+Families are taken in the order of a bound that knows only their meshes. A family's groups are bounded as grids; what
+may still win is priced strategy by strategy, in the order of the bounds: does it fit, and what does the simulation say?
+The critical path of a simulated strategy is a *cut*: as a sum of durations it bounds every strategy of the same graph,
+so few are ever simulated. Nothing is left out but what a bound excludes.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from trainplan.costmodel.bounds import FUSED_BACKWARD, lower_bound_s
+from trainplan.costmodel.compiled import load
+from trainplan.costmodel.durations import durations
+from trainplan.costmodel.graph import Graph
+from trainplan.costmodel.job import Job
+from trainplan.costmodel.layout import Layout, layout
+from trainplan.costmodel.memory import least_device_bytes, own_parameters, peak_device_bytes
+from trainplan.costmodel.simulate import critical_path
+from trainplan.costmodel.step import memory_limit
+from trainplan.costmodel.strategy import StrategyTable
+from trainplan.costmodel.units import Units
+from trainplan.costmodel.work import Shapes
+from trainplan.planner.board import Board, Candidate, Counts, Progress
+from trainplan.planner.space import Family, Group, Space, count_true
+from trainplan.planner.unit_book import UnitBook
+
+CHUNK = 128
+"""Strategies of a group that are first looked at one by one, in the order of their bounds; then twice as many, ..."""
+COMPILE_FROM = 250_000
+"""Levels of graphs, played one strategy at a time, that take NumPy as long as loading compiled code does: a second."""
+ROUNDING = 1e-9
+"""Share of a step by which sums in another order may differ."""
+
+
+class Cuts:
+    """Critical paths of every graph, as counts of its classes."""
+
+    def __init__(self) -> None:
+        self._of: dict[object, np.ndarray] = {}
+
+    def bound_s(self, graph: Graph, columns: np.ndarray) -> np.ndarray:
+        """The longest known path for each row of durations [rows, classes]; 0 without any."""
+        known = self._of.get(graph.key)
+        return np.zeros(len(columns)) if known is None else np.asarray((columns @ known.T).max(axis=1))
+
+    def add(self, graph: Graph, counts: np.ndarray) -> None:
+        """Remember a path."""
+        known = self._of.get(graph.key)
+        row = counts[None].astype(float)
+        self._of[graph.key] = row if known is None else np.concatenate([known, row])
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Strategies of one group that recompute the same layers, their units, and a bound of each."""
+
+    table: StrategyTable
+    units: Units
+    bound_s: np.ndarray
+    place: Layout
+
+
+@dataclass
+class Certifier:
+    """A search of one space.
+
+    Attributes:
+        space: All strategies.
+        book: The units of its meshes.
+        board: Where the best are put.
+        counts: What became of the strategies.
+        gap_frac: Nothing is looked for that is better than the last of the board by no more than this share.
+        report: Called now and then.
+        cuts: Paths that are known already.
+    """
+
+    space: Space
+    book: UnitBook
+    board: Board
+    counts: Counts
+    gap_frac: float = 0.0
+    report: Callable[[Progress], None] = lambda progress: None
+    cuts: Cuts = field(default_factory=Cuts)
+    _levels: int = 0
+    """Levels of graphs that were simulated."""
+
+    @property
+    def job(self) -> Job:
+        """Model, cluster and workload."""
+        return self.space.job
+
+    def run(self) -> None:
+        """Fill the board."""
+        heap: list[tuple[float, int, Family, np.ndarray]] = []
+        for family in self.space.families():
+            self.counts.covered += self.space.count(family)
+            bound = mesh_bound_s(self.space, self.book, family)
+            heapq.heappush(heap, (float(bound.min()), len(heap), family, bound))
+        while heap and heap[0][0] < self.limit_s:
+            _, _, family, bound = heapq.heappop(heap)
+            meshes = family.take(np.flatnonzero(bound < self.limit_s))
+            for group in self.space.groups(meshes):
+                self._search(group)
+            self.report(Progress("searching", self.counts.looked_at, self.counts.covered, self.board.best_s))
+
+    @property
+    def limit_s(self) -> float:
+        """A bound from which on a strategy is of no interest."""
+        return self.board.threshold_s * (1 + ROUNDING - self.gap_frac)
+
+    @property
+    def _memory_limit(self) -> float:
+        return self.space.pins.memory_limit_bytes or memory_limit(self.job)
+
+    def _too_large(self, group: Group, rows: np.ndarray, device: np.ndarray) -> None:
+        """Count strategies that do not fit whatever their workspace."""
+        if not rows.any():
+            return
+        self.counts.infeasible += count_true(rows, group.table.shape)
+        at = np.where(rows, device, np.inf)
+        self._remember_nearest(group.table, np.broadcast_to(at, group.table.shape).ravel())
+
+    def _search(self, group: Group) -> None:
+        """Simulate the strategies of a group that may enter the board."""
+        legal, refused = self.space.backend.legal_mask(self.job, group.table, group.canonical)
+        self.counts.illegal.update(refused)
+        if not legal.any():
+            self.counts.refused = self.counts.refused or next(group.strategies(), None)
+            return
+        group, legal = _meshes_with(group, legal)
+        first = group.table.row(0)
+        place = layout(self.job, first)
+        least = least_device_bytes(
+            self.job, self.book.stack, group.table, place, first.grad_accum, first.schedule
+        )  # fmt: skip
+        room = legal & (least <= self._memory_limit)
+        self._too_large(group, legal & ~room, least)
+        if not room.any():
+            return
+        group, room = _meshes_with(group, room)
+        units, shape = self.book.units(group), group.table.shape
+        bound_s = np.where(room, lower_bound_s(self.job, self.book.stack, group.table, units), np.inf)
+        bound_s = np.broadcast_to(bound_s, shape).ravel()
+        order = np.flatnonzero(bound_s < self.limit_s)
+        order = order[np.argsort(bound_s[order], kind="stable")]
+        start, size = 0, CHUNK
+        while start < len(order) and bound_s[order[start]] < self.limit_s:
+            for rows in self._rows(group, units, bound_s, order[start : start + size]):
+                self._simulate(rows)
+            start, size = start + size, 2 * size
+
+    def _rows(self, group: Group, units: Units, bound: np.ndarray, flat: np.ndarray) -> Iterator[Rows]:
+        """The strategies at flat indices of a group, by the layers that they recompute."""
+        table, shape = group.table, group.table.shape
+        where = np.unravel_index(flat, shape)
+        layers, recompute = (np.broadcast_to(table[n], shape)[where] for n in ("recompute_layers", "recompute"))
+        split = layers * 2 + (recompute > 0)
+        for value in np.unique(split):
+            some = flat[split == value]
+            rows = table.take(some)
+            yield Rows(rows, units.take(shape, some), bound[some], layout(self.job, rows.row(0)))
+
+    def _simulate(self, rows: Rows) -> None:
+        """Those that fit, the least bound first, until no bound is of interest."""
+        first = rows.table.row(0)
+        device = np.broadcast_to(
+            peak_device_bytes(
+                self.job, self.book.stack, rows.table, rows.place, first.grad_accum, first.schedule
+            ),
+            rows.table.shape,
+        )  # fmt: skip
+        fits = device <= self._memory_limit
+        self.counts.infeasible += int(np.count_nonzero(~fits))
+        self.counts.feasible += int(np.count_nonzero(fits))
+        if not fits.all():
+            self._remember_nearest(rows.table, device)
+        if not fits.any():
+            return
+        shapes = Shapes(self.job, rows.table, self.book.stack)
+        own = [own_parameters(shapes, rows.place, [stage]) for stage in range(rows.place.num_stages)]
+        work = durations(first, self.book.stack, rows.place, rows.units, own)
+        graph = work.graph
+        columns = graph.classes.durations(work.seconds)
+        columns = np.broadcast_to(columns, (len(fits), columns.shape[-1]))
+        bound = np.where(fits, np.maximum(rows.bound_s, self.cuts.bound_s(graph, columns)), np.inf)
+        while True:
+            best = int(np.argmin(bound))
+            if bound[best] >= self.limit_s:
+                return
+            step_s, path = self._play(graph, columns[best])
+            self.cuts.add(graph, path)
+            for row in np.flatnonzero((columns == columns[best]).all(axis=1) & (bound < np.inf)):
+                if step_s <= self.board.threshold_s * (1 + ROUNDING):
+                    self.board.add(Candidate(rows.table.row(int(row)), step_s, float(device[row])))
+                bound[row] = np.inf
+            bound = np.maximum(bound, columns @ path.astype(float))
+
+    def _play(self, graph: Graph, durations: np.ndarray) -> tuple[float, np.ndarray]:
+        """Seconds and critical path of one strategy; compiled once that pays."""
+        self.counts.simulated += 1
+        self._levels += len(graph.level_start)
+        if self._levels >= COMPILE_FROM:
+            load()
+        return critical_path(graph, durations)
+
+    def _remember_nearest(self, table: StrategyTable, device: np.ndarray) -> None:
+        least = int(np.argmin(device))
+        if self.counts.nearest is None or device[least] < self.counts.nearest.device_bytes:
+            self.counts.nearest = Candidate(table.row(least), np.inf, float(device[least]))
+
+
+def _meshes_with(group: Group, rows: np.ndarray) -> tuple[Group, np.ndarray]:
+    """The meshes of a group that have some of ``rows``, and those rows."""
+    some = np.asarray(rows.any(axis=tuple(range(1, rows.ndim))))
+    if some.size == 1 or some.all():  # one mesh, or rows that do not depend on it
+        return group, rows
+    meshes = np.flatnonzero(some)
+    return group.take(meshes), rows[meshes]
+
+
+def mesh_bound_s(space: Space, book: UnitBook, family: Family) -> np.ndarray:
+    """Seconds that no strategy on each mesh of a family can beat.
+
+    All layers shared out evenly over the ranks; or the work of the rank with the head, which waits for one forward of
+    each stage before it and, where backwards are whole, is waited for by one backward of each.
+    """
+    forward, backward, head = book.least_s(book.rows(family))
+    pp, m, model = family.pp, family.grad_accum, space.job.model
+    bound = m * (model.num_layers * (forward + backward) + head) / pp
+    if len(set(model.layer_kinds())) == 1:  # then the mean layer is every layer
+        fewest = min(min(sizes) for sizes in space.stage_sizes(family))
+        whole, in_line = family.schedule in FUSED_BACKWARD, family.schedule not in ("zbv", "dualpipev")
+        fill = in_line * (pp - 1) * fewest * (forward + whole * backward)
+        bound = np.maximum(bound, fill + m * (fewest * family.vpp * (forward + backward) + head))
+    return np.asarray(bound)
