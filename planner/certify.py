@@ -151,20 +151,9 @@ class Certifier:
         order = order[np.argsort(bound_s[order], kind="stable")]
         start, size = 0, CHUNK
         while start < len(order) and bound_s[order[start]] < self.limit_s:
-            for rows in self._rows(group, units, bound_s, order[start : start + size]):
+            for rows in _by_layers(self.job, group, units, bound_s, order[start : start + size]):
                 self._simulate(rows)
             start, size = start + size, 2 * size
-
-    def _rows(self, group: Group, units: Units, bound: np.ndarray, flat: np.ndarray) -> Iterator[Rows]:
-        """The strategies at flat indices of a group, by the layers that they recompute."""
-        table, shape = group.table, group.table.shape
-        where = np.unravel_index(flat, shape)
-        layers, recompute = (np.broadcast_to(table[n], shape)[where] for n in ("recompute_layers", "recompute"))
-        split = layers * 2 + (recompute > 0)
-        for value in np.unique(split):
-            some = flat[split == value]
-            rows = table.take(some)
-            yield Rows(rows, units.take(shape, some), bound[some], layout(self.job, rows.row(0)))
 
     def _simulate(self, rows: Rows) -> None:
         """Those that fit, the least bound first, until no bound is of interest."""
@@ -213,6 +202,25 @@ class Certifier:
         least = int(np.argmin(device))
         if self.counts.nearest is None or device[least] < self.counts.nearest.device_bytes:
             self.counts.nearest = Candidate(table.row(least), np.inf, float(device[least]))
+
+
+def rows_of(job: Job, book: UnitBook, group: Group, flat: np.ndarray) -> Iterator[Rows]:
+    """The strategies at flat indices of a group's grid."""
+    units = book.units(group)
+    bound_s = np.broadcast_to(lower_bound_s(job, book.stack, group.table, units), group.table.shape).ravel()
+    yield from _by_layers(job, group, units, bound_s, flat)
+
+
+def _by_layers(job: Job, group: Group, units: Units, bound_s: np.ndarray, flat: np.ndarray) -> Iterator[Rows]:
+    """The strategies at flat indices, by the layers that they recompute."""
+    table, shape = group.table, group.table.shape
+    where = np.unravel_index(flat, shape)
+    layers, recompute = (np.broadcast_to(table[n], shape)[where] for n in ("recompute_layers", "recompute"))
+    split = layers * 2 + (recompute > 0)
+    for value in np.unique(split):
+        some = flat[split == value]
+        rows = table.take(some)
+        yield Rows(rows, units.take(shape, some), bound_s[some], layout(job, rows.row(0)))
 
 
 def _meshes_with(group: Group, rows: np.ndarray) -> tuple[Group, np.ndarray]:
