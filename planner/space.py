@@ -149,7 +149,7 @@ class Space:
                 yield from self.groups(every)
             return
         alone = family.coarse["dp_shard"] == 1
-        shared = product(self._sharding(), self._stage_layers(family), self._attention(), self._precision())
+        shared = product(self._sharding(), self._stage_layers(family), self._attention(), self.precisions())
         for (sharding, reshard, prefetch), layers, attention, precision in shared:
             rows = np.flatnonzero(alone == (sharding == "none"))
             if not len(rows):
@@ -168,7 +168,7 @@ class Space:
         kinds = [sharding for sharding, _, _ in self._sharding()]
         unsharded = kinds.count("none")
         per_mesh = np.where(alone, unsharded, len(kinds) - unsharded)
-        shared = len(self._stage_layers(family)) * len(self._attention()) * len(self._precision())
+        shared = len(self._stage_layers(family)) * len(self._attention()) * len(self.precisions())
         return int(np.sum(per_mesh * combinations)) * shared
 
     def _canonical_counts(self, family: Family) -> np.ndarray:
@@ -189,7 +189,7 @@ class Space:
         )
         others = set(fine) - {"sp", "overlap_tp", "cp_method", "rank_order", "reduce_dtype"}
         layers = self._recompute_layers(family)
-        recomputes = sum(1 if kind == "none" else len(layers) for kind, _ in self._recompute())
+        recomputes = sum(1 if kind == "none" else len(layers) for kind, _ in self.recomputations())
         return np.asarray(split * int(np.prod([len(fine[name]) for name in others])) * recomputes)
 
     def options(self, field: str, free: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -243,11 +243,12 @@ class Space:
     def _attention(self) -> tuple[str, ...]:
         return self.options("attention", CHOICES["attention"])
 
-    def _precision(self) -> tuple[str, ...]:
+    def precisions(self) -> tuple[str, ...]:
+        """Arithmetic to try: the job's, and fp8 where lossy numerics are allowed."""
         precision, lossy = self.job.workload.precision, "lossy" in self.pins.allow
         return self.options("precision", (precision, *(("fp8",) if lossy and precision != "fp8" else ())))
 
-    def _recompute(self) -> list[tuple[str, tuple[str, ...]]]:
+    def recomputations(self) -> list[tuple[str, tuple[str, ...]]]:
         """Kinds of recomputation, each with the modules it names."""
         named = self.pins.values.get("recompute_modules")
         free = CHOICES["recompute"] if named is None else ("selective",) if all(named) else CHOICES["recompute"]
@@ -290,7 +291,7 @@ class Space:
 
     def _grid(self, shape: dict[str, Any], family: Family) -> StrategyTable:
         """All knobs as axes: meshes, the kinds of recomputation, how many layers, and `fine`."""
-        recompute, layers = self._recompute(), self._recompute_layers(family)
+        recompute, layers = self.recomputations(), self._recompute_layers(family)
         vocabulary: dict[str, tuple[Any, ...]] = {
             "recompute_modules": tuple(dict.fromkeys(names for _, names in recompute)),
             "recompute_layers": layers,

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
     from trainplan.costmodel.plan import Plan
+    from trainplan.planner.alternatives import Outcome
+    from trainplan.planner.baselines import Baseline
 
 EXAMPLES = (
     "planner explain plan.yaml",
+    "planner explain plan.yaml --baseline fsdp-default",
     "planner explain plan.yaml --json",
     "planner explain edited.yaml --reprice -o new.yaml",
 )
@@ -26,11 +29,16 @@ def explain(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Where --reprice writes; the plan itself if left out.")
     ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(help="What to set the plan against: hf-default, fsdp-default, megatron-recipe or a plan file."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
-    """Show the knobs, step time, memory and sources of a plan.
+    """Show the knobs, step time, memory and sources of a plan, and what each knob set otherwise would change.
 
-    With --reprice the strategy or job may have been edited by hand: it is checked, priced anew and written.
+    With --baseline also the way from what people run without a search to the plan, one change at a time. With --reprice
+    the strategy or job may have been edited by hand: it is checked, priced anew and written.
     """
     from trainplan.costmodel.errors import UsageError
     from trainplan.costmodel.plan import Plan
@@ -42,10 +50,31 @@ def explain(
     if reprice:
         written = output or plan
         loaded = _repriced(loaded, context, written)
+    start = None if baseline is None else _baseline(baseline, loaded)
     if as_json:
-        _print_json(loaded, written)
+        _print_json(loaded, written, start)
     else:
-        _print(loaded, written)
+        _print(loaded, written, start)
+
+
+def _baseline(name: str, plan: Plan) -> Baseline:
+    """The baseline of a name, or that of a plan file for the same job.
+
+    Raises:
+        UsageError: There is none, or the file is for another job.
+    """
+    from trainplan.costmodel.errors import UsageError
+    from trainplan.costmodel.plan import Plan as PlanFile
+    from trainplan.planner.baselines import NAMES, Baseline, baseline
+
+    if name in NAMES or not Path(name).exists():
+        return baseline(name, plan.job)
+    other = PlanFile.load(Path(name))
+    if other.job != plan.job:
+        raise UsageError(
+            f"--baseline {name} is a plan for another model, cluster or workload. Give one of the same job."
+        )
+    return Baseline(name, other.backend, other.strategy, f"plan {other.plan_hash}")
 
 
 def _repriced(plan: Plan, context: typer.Context, target: Path) -> Plan:
@@ -68,14 +97,18 @@ def _repriced(plan: Plan, context: typer.Context, target: Path) -> Plan:
     return priced
 
 
-def _print_json(plan: Plan, written: Path | None) -> None:
+def _print_json(plan: Plan, written: Path | None, start: Baseline | None) -> None:
     from dataclasses import asdict
 
+    from trainplan.planner.alternatives import alternatives
     from trainplan.planner.commands.output import plan_document, print_json
+    from trainplan.planner.ladder import ladder, totals
     from trainplan.planner.provenance import assumptions, quantities
     from trainplan.planner.summary import headroom_bytes, parts
 
     estimate = plan.estimate
+    limit = estimate.memory_limit_bytes
+    rungs = [] if start is None else ladder(plan.job, start, plan.backend, plan.strategy, limit)
     print_json(
         {
             "plan": plan_document(plan),
@@ -85,12 +118,31 @@ def _print_json(plan: Plan, written: Path | None) -> None:
             "fits": estimate.fits,
             "quantities": [asdict(found) for found in quantities(plan.cluster)],
             "assumptions": assumptions(plan),
+            "alternatives": [
+                {"knob": of.knob, "value": of.value, **_outcome(of.outcome)}
+                for of in alternatives(plan.job, plan.backend, plan.strategy, limit)
+            ],
+            "baseline": None if start is None else {"name": start.name, "backend": start.backend, "why": start.why},
+            "ladder": [
+                {"change": rung.change, "factor": rung.factor, "total_factor": rung.total, **_outcome(rung.outcome)}
+                for rung in rungs
+            ],
+            "ladder_totals": totals(rungs),
             "plan_file": None if written is None else str(written),
         }
     )
 
 
-def _print(plan: Plan, written: Path | None) -> None:
+def _outcome(of: Outcome) -> dict[str, Any]:
+    return {
+        "step_s": of.step_s, "device_bytes": of.device_bytes, "fits": of.fits, "numerics": of.numerics,
+        "broken": of.broken or None, "strategy": of.strategy.model_dump(mode="json"),
+    }  # fmt: skip
+
+
+def _print(plan: Plan, written: Path | None, start: Baseline | None) -> None:
+    from trainplan.planner.alternatives import alternatives
+    from trainplan.planner.ladder import ladder
     from trainplan.planner.provenance import assumptions
     from trainplan.planner.render import plan as screen
     from trainplan.planner.render.cluster import print_quantities
@@ -103,6 +155,10 @@ def _print(plan: Plan, written: Path | None) -> None:
     screen.print_estimate(to, plan, limit_bytes)
     screen.print_breakdown(to, estimate)
     screen.print_memory(to, estimate, limit_bytes)
+    screen.print_alternatives(to, plan, list(alternatives(plan.job, plan.backend, plan.strategy, limit_bytes)))
+    if start is not None:
+        rungs = ladder(plan.job, start, plan.backend, plan.strategy, limit_bytes)
+        screen.print_ladder(to, start, rungs, limit_bytes)
     if plan.provenance.search is not None:
         screen.print_search(to, plan.provenance.search)
     print_quantities(to, plan.cluster)

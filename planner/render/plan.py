@@ -10,6 +10,8 @@ from rich.console import Console
 from trainplan.costmodel.estimate import Estimate
 from trainplan.costmodel.plan import Plan, SearchRecord
 from trainplan.costmodel.strategy import Strategy
+from trainplan.planner.arguments import shown
+from trainplan.planner.ladder import totals
 from trainplan.planner.render.console import heading, line, table
 from trainplan.planner.render.format import interval, money, percent, seconds, size, tokens_per_s, whole, words
 from trainplan.planner.summary import (
@@ -24,6 +26,9 @@ from trainplan.planner.summary import (
 )
 
 if TYPE_CHECKING:
+    from trainplan.planner.alternatives import Alternative, Outcome
+    from trainplan.planner.baselines import Baseline
+    from trainplan.planner.ladder import Rung
     from trainplan.planner.search import Candidate
 
 MOST_STAGES = 16  # shown one by one; of a deeper pipeline only those that need most
@@ -147,6 +152,74 @@ def print_rivals(to: Console, candidates: Sequence[Candidate]) -> None:
         headers=("", "step", "slower", "memory, 95 %", "instead of the winner's"),
         right=(0, 1, 2, 3),
     )
+
+
+def print_alternatives(to: Console, plan: Plan, found: Sequence[Alternative]) -> None:
+    """What each knob set otherwise would change, and what can't run."""
+    runs = [of for of in found if of.outcome.step_s is not None]
+    heading(to, "If one knob were set otherwise")
+    table(
+        to,
+        [
+            (
+                f"{of.knob}={_set(of)}",
+                *_change(of.outcome.step_s or 0.0, plan.estimate.step_time_s.mid),
+                size(of.outcome.device_bytes or 0.0),
+                *_verdict(of.outcome),
+            )
+            for of in runs
+        ],
+        headers=("knob", "step", "", "memory, 95 %", ""),
+        right=(1, 2, 3),
+    )
+    for of in found:
+        if of.outcome.step_s is None:
+            to.print(f"- {of.outcome.broken}", soft_wrap=True)
+
+
+def _set(of: Alternative) -> str:
+    if of.knob == "recompute":
+        kind, names = of.value
+        return f"{kind} {shown(names)}" if names else str(kind)
+    return shown(of.value)
+
+
+def _change(step_s: float, base_s: float) -> tuple[str, str]:
+    return seconds(step_s), f"{'+' if step_s >= base_s else '-'}{percent(abs(step_s / base_s - 1))}"
+
+
+def _verdict(of: Outcome) -> tuple[str]:
+    words = ["does not fit"] if not of.fits else []
+    return (", ".join([*words, *([of.numerics] if of.numerics != "same" else [])]),)
+
+
+def print_ladder(to: Console, start: Baseline, rungs: Sequence[Rung], limit_bytes: float) -> None:
+    """The way from a baseline to the plan, each change with its predicted factor; lossless and lossy ones apart."""
+    heading(to, f"From {start.name} to this plan, predicted")
+    line(to, f"{start.name}: {start.why}, on {start.backend}.")
+    if not rungs:
+        line(to, "It can't be priced: it breaks a rule of its backend.")
+        return
+    table(
+        to,
+        [
+            (
+                seconds(rung.outcome.step_s or 0.0),
+                f"{rung.factor:.2f}x",
+                f"{rung.total:.2f}x",
+                size(rung.outcome.device_bytes or 0.0),
+                *_verdict(rung.outcome),
+                rung.change,
+            )
+            for rung in rungs
+        ],
+        headers=("step", "factor", "in all", "memory, 95 %", "", "change"),
+        right=range(4),
+    )
+    apart = ", ".join(f"{of} {factor:.2f}x" for of, factor in totals(list(rungs)).items())
+    line(to, f"By what it does to the result: {apart or 'nothing was changed'}.")
+    if not rungs[0].outcome.fits:
+        line(to, f"The baseline needs more than the {size(limit_bytes)} there are: its time is what it would be.")
 
 
 def print_search(to: Console, record: SearchRecord) -> None:
