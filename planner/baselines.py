@@ -87,6 +87,7 @@ def _filled(job: Job, values: Mapping[str, Any], sharding: str) -> dict[str, Any
     micro = max(d for d in range(1, values["micro_batch_size"] + 1) if (batch // ranks) % d == 0)
     shard = ranks if sharding != "none" else 1
     return {
-        "precision": job.workload.precision, **values, "micro_batch_size": micro, "grad_accum": batch // ranks // micro, "dp_shard": shard,
-        "dp_replicate": ranks // shard, "sharding": sharding if shard > 1 else "none",
+        "precision": job.workload.precision, **values, "micro_batch_size": micro,
+        "grad_accum": batch // ranks // micro, "dp_shard": shard, "dp_replicate": ranks // shard,
+        "sharding": sharding if shard > 1 else "none",
     }  # fmt: skip

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,16 +17,19 @@ from trainplan.planner.rows import Row
 
 
 @pytest.fixture(scope="module")
-def accuracy() -> ModuleType:
-    """benchmarks/accuracy.py, which is no module of the package."""
-    path = Path(__file__).parents[2] / "benchmarks" / "accuracy.py"
-    spec = importlib.util.spec_from_file_location("accuracy", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["accuracy"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+def accuracy() -> SimpleNamespace:
+    """The scripts in benchmarks/ that make docs/accuracy.md, which are no modules of the package."""
+    folder = Path(__file__).parents[2] / "benchmarks"
+    found: dict[str, Any] = {}
+    for name in ("accuracy_figures", "accuracy_page"):
+        spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # dataclasses look their module up
+        spec.loader.exec_module(module)
+        found |= vars(module)
+    return SimpleNamespace(**found)
 
 
 def gpt3(block: str, gbs: int, seconds: float, **changed: Any) -> dict[str, Any]:
@@ -59,12 +62,12 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(accuracy: ModuleType, rows: Path) -> dict[str, Any]:
+def found(accuracy: SimpleNamespace, rows: Path) -> dict[str, Any]:
     figures: dict[str, Any] = accuracy.figures(rows, draws=2)
     return figures
 
 
-def test_the_document_has_its_sections_in_ascii(accuracy: ModuleType, found: dict[str, Any], rows: Path) -> None:
+def test_the_document_has_its_sections_in_ascii(accuracy: SimpleNamespace, found: dict[str, Any], rows: Path) -> None:
     kernel = {"device": "all", "n": 4, "median": 0.0321, "p90": 0.1, "worst": 0.3, "bias": -0.01}
     reports = {
         "gemm": [kernel | {"dtype": "bf16", "left_out": "one k"}],
@@ -81,7 +84,7 @@ def test_the_document_has_its_sections_in_ascii(accuracy: ModuleType, found: dic
     json.dumps(found, allow_nan=False)
 
 
-def test_a_table_has_as_many_cells_as_headers(accuracy: ModuleType, found: dict[str, Any]) -> None:
+def test_a_table_has_as_many_cells_as_headers(accuracy: SimpleNamespace, found: dict[str, Any]) -> None:
     widths: set[int] = set()
     for line in accuracy.document(found, {}).splitlines():
         if line.startswith("|"):
@@ -99,7 +102,7 @@ def test_the_published_step_of_gpt3_is_a_target(found: dict[str, Any]) -> None:
     assert row["rows"] == 5
 
 
-def test_a_stack_that_one_block_exercises_marks_it(accuracy: ModuleType) -> None:
+def test_a_stack_that_one_block_exercises_marks_it(accuracy: SimpleNamespace) -> None:
     factors = [
         {"name": "matmul/internevo", "blocks": ["a"]},
         {"name": "matmul/A100", "blocks": ["b"]},
@@ -111,7 +114,7 @@ def test_a_stack_that_one_block_exercises_marks_it(accuracy: ModuleType) -> None
     assert found["c"]["constants"] == ["host_launch_s of hf-peft"]
 
 
-def test_the_newest_container_of_a_recipe(accuracy: ModuleType) -> None:
+def test_the_newest_container_of_a_recipe(accuracy: SimpleNamespace) -> None:
     """26.10 is newer than 26.9; another precision recipe or number of GPUs is another group, its spelling is not."""
 
     def row(name: str, container: str | None, precision: str, gpus: int = 64) -> Row:
@@ -133,7 +136,7 @@ def test_the_newest_container_of_a_recipe(accuracy: ModuleType) -> None:
     assert accuracy.parts(found)["c"] == "mbridge: dense"
 
 
-def predictions(accuracy: ModuleType, **given: Any) -> Any:
+def predictions(accuracy: SimpleNamespace, **given: Any) -> Any:
     """Results as `accuracy.predict` makes them."""
     empty: dict[str, Any] = {
         "rows": [], "comparisons": [], "fitted": None, "zero": [], "drawn": [], "drawn_parts": [], "left_out": {},
@@ -146,7 +149,7 @@ def result(name: str, block: str, error: float) -> dict[str, Any]:
     return {"id": name, "block": block, "metric": "step_time_s", "measured": 1.0, "error_frac": error}
 
 
-def test_a_pooled_error_counts_rows_and_lost_ones(accuracy: ModuleType) -> None:
+def test_a_pooled_error_counts_rows_and_lost_ones(accuracy: SimpleNamespace) -> None:
     """Zero-shot (10 + 20 + 30 + 100) / 4 = 40 %; draws (2 * 5 + 10 + 100) / 4 = 30 % and (20 + 100) / 2 = 60 %."""
     target = accuracy.Target("both", ("a: dense", "b: dense"), 0.40, 0.44)
     zero = [
@@ -173,7 +176,7 @@ def test_a_pooled_error_counts_rows_and_lost_ones(accuracy: ModuleType) -> None:
     assert found["calibrated_met"] is False
 
 
-def test_rows_left_out_one_at_a_time_replace_the_draws_of_their_part(accuracy: ModuleType) -> None:
+def test_rows_left_out_one_at_a_time_replace_the_draws_of_their_part(accuracy: SimpleNamespace) -> None:
     """(4 % + 8 %) / 2, not the 50 % of the draw; rows of other parts don't count."""
     target = accuracy.Target("small", ("torchtitan: dense",), 0.13, 0.09)
     zero = [result("1", "torchtitan", 0.1), result("2", "torchtitan", 0.1), result("3", "other", 0.1)]
@@ -188,7 +191,7 @@ def test_rows_left_out_one_at_a_time_replace_the_draws_of_their_part(accuracy: M
     assert accuracy.target_line(target, made)["calibrated"] == pytest.approx(0.06)
 
 
-def test_leaving_one_out_uses_no_row_of_itself(accuracy: ModuleType) -> None:
+def test_leaving_one_out_uses_no_row_of_itself(accuracy: SimpleNamespace) -> None:
     """Its own time set aside: predicted / measured - 1 changes only by the measured one. Others follow it."""
 
     def errors(seconds: float) -> dict[str, float]:
@@ -207,7 +210,7 @@ def test_leaving_one_out_uses_no_row_of_itself(accuracy: ModuleType) -> None:
     assert first["b-8"] != pytest.approx(second["b-8"], rel=1e-3)
 
 
-def test_a_row_that_is_alone_is_predicted_zero_shot(accuracy: ModuleType) -> None:
+def test_a_row_that_is_alone_is_predicted_zero_shot(accuracy: SimpleNamespace) -> None:
     comparisons, _ = compare(Row(**row) for row in [*block("a", 13.75 / 66.3), gpt3("b", 32, 8.0)])
     fitted = fit_all([c.timed() for c in comparisons], rounds=0)
     factors = as_factors(fitted.without_block("b"), fitted.names)
@@ -216,7 +219,7 @@ def test_a_row_that_is_alone_is_predicted_zero_shot(accuracy: ModuleType) -> Non
     assert accuracy.leave_one_out(mine, factors) == {"b-32": pytest.approx(abs(expected["error_frac"]))}
 
 
-def test_parts_are_calibrated_with_their_whole_block(accuracy: ModuleType) -> None:
+def test_parts_are_calibrated_with_their_whole_block(accuracy: SimpleNamespace) -> None:
     """Five rows in two parts, 3 calibrate: 2 are scored, wherever they are."""
     comparisons, _ = compare(Row(**row) for row in block("a", 0.2))
     fitted = fit_all([c.timed() for c in comparisons], rounds=0)
@@ -230,7 +233,7 @@ def test_parts_are_calibrated_with_their_whole_block(accuracy: ModuleType) -> No
         assert total == pytest.approx(line["rows"] * line["mape"])
 
 
-def test_targets_of_intervals_are_of_blocks_with_enough_rows(accuracy: ModuleType) -> None:
+def test_targets_of_intervals_are_of_blocks_with_enough_rows(accuracy: SimpleNamespace) -> None:
     line = {
         "metric": "step_time_s", "coverage": 0.9, "half_width": 0.13, "interval_score": 0.3,
         "constant_interval_score": 0.3, "mape": 0.05, "control_mape": 0.09,
@@ -241,7 +244,7 @@ def test_targets_of_intervals_are_of_blocks_with_enough_rows(accuracy: ModuleTyp
     assert (before["coverage_met"], after["score_met"], after["control_met"]) == (True, True, False)
 
 
-def test_shares_count_complete_rows(accuracy: ModuleType) -> None:
+def test_shares_count_complete_rows(accuracy: SimpleNamespace) -> None:
     """19 of 20 are the 95 % that are wanted; 18 of 20 are not."""
     zero = [
         {"block": "a", "metric": "step_time_s", "rows": 19, "complete_skipped": 1},
