@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from trainplan.costmodel.kernel_sets import FUSED, traffic
+from trainplan.costmodel.lora import module_sizes
 from trainplan.costmodel.model import AttentionKind, MlpKind
 from trainplan.costmodel.work import Column, Shapes, remembered
 
@@ -166,7 +167,19 @@ def _parts(s: Shapes, kind: LayerKind) -> dict[str, Column]:
         if moe.shared_ffn_hidden_size:
             feed = feed + _glu_bytes(s, s.tokens, np.asarray(moe.shared_ffn_hidden_size) / t["tp"])
         other = other + 2 * e * routed * model.hidden_size + STATISTIC_BYTES * s.norm_tokens * moe.num_experts
+    other = other + _adapter_bytes(s, kind)
     return {"core_attn": core, "layernorm": norms + inputs, "mlp": feed, "other": other + head_norms}
+
+
+def _adapter_bytes(s: Shapes, kind: LayerKind) -> Column:
+    """What adapters save: of each target module its input after dropout, the mask, and the narrow product."""
+    lora, e = s.job.workload.lora, s.element_bytes
+    if lora is None:
+        return np.zeros(())
+    sizes = module_sizes(s.job.model, *kind)
+    inputs = sum(inputs for name, (inputs, _) in sizes.items() if name in lora.target_modules)
+    modules = sum(name in lora.target_modules for name in sizes)
+    return np.asarray(s.tokens * ((e + 1) * inputs / s.table["tp"] + e * lora.rank * modules))
 
 
 def _attention_bytes(s: Shapes, kind: AttentionKind) -> tuple[Column, Column, Column]:

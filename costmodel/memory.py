@@ -16,6 +16,7 @@ from trainplan.costmodel.activations import edge_bytes, kept_bytes, saved_bytes
 from trainplan.costmodel.estimate import Interval, StageMemory
 from trainplan.costmodel.job import Job
 from trainplan.costmodel.layout import LayerKind, Layout
+from trainplan.costmodel.lora import adapter_parameters
 from trainplan.costmodel.moments import Held, Moment, fsdp2_moments, fullest, whole_moments
 from trainplan.costmodel.orders import in_flight_peaks
 from trainplan.costmodel.stacks import Stack
@@ -242,9 +243,22 @@ def stage_parameters(s: Shapes, place: Layout, stages: list[int]) -> tuple[Colum
     return dense / t["tp"], edge / t["tp"], np.asarray(largest / t["tp"]), routed / (t["ep"] * t["etp"])
 
 
+def adapters(s: Shapes, place: Layout, stages: list[int]) -> Column:
+    """Parameters of the adapters of a rank's stages, split by tp; 0 where all weights learn."""
+    lora, total = s.job.workload.lora, 0
+    if lora is None:
+        return np.zeros(())
+    for stage in stages:
+        for (kind, _), count in place.counts(stage).items():
+            total += count * adapter_parameters(s.job.model, lora, *kind)
+    return np.asarray(total / s.table["tp"])
+
+
 def own_parameters(s: Shapes, place: Layout, stages: list[int]) -> Column:
     """Parameters that a rank's optimizer updates: its share where the optimizer state is sharded."""
     t = s.table
+    if s.job.workload.lora is not None:
+        return np.asarray(adapters(s, place, stages) / _shards(t)[0])
     layers, edge, _, routed = stage_parameters(s, place, stages)
     dense_shard, expert_shard = _shards(t)
     return np.asarray((layers + edge) / dense_shard + routed / expert_shard)
@@ -291,6 +305,8 @@ def _state(s: Shapes, stack: Stack, place: Layout, stages: list[int]) -> tuple[C
     FSDP2 keeps fp32 weights and moments of its own shard at every level; others shard each kind of state apart.
     """
     t = s.table
+    if s.job.workload.lora is not None:
+        return _frozen_state(s, stack, place, stages)
     if stack.fsdp2:
         own = own_parameters(s, place, stages)
         return 4 * own, 8 * own, np.zeros(())
@@ -307,9 +323,55 @@ def _state(s: Shapes, stack: Stack, place: Layout, stages: list[int]) -> tuple[C
     return 2 * split("parameters"), optimizer, gradients
 
 
+BASE_BYTES = {"bf16": 2.0, "int4": 0.5 + (2 + 0.5) / 128}
+"""Per frozen weight of a layer; int4 has an fp16 scale and a 4-bit zero point for 128 weights, as GPTQ stores them."""
+
+
+def _frozen_state(s: Shapes, stack: Stack, place: Layout, stages: list[int]) -> tuple[Column, Column, Column]:
+    """`_state` of adapters on a frozen base: fp32 adapters, their gradients and moments, and the base as it is stored.
+
+    Embedding and head stay in bf16. FSDP2 shards the base at every level, others where parameters are sharded.
+    """
+    lora, t = s.job.workload.lora, s.table
+    assert lora is not None  # the caller has looked
+    layers, edge, _, routed = stage_parameters(s, place, stages)
+    shard, expert_shard = _shards(t)
+    trained, base = adapters(s, place, stages), BASE_BYTES[lora.base_dtype]
+
+    def at(level: str, ranks: Column) -> Column:
+        """Ranks that share what sharding splits from ``level`` on."""
+        return np.where(t.at_least("sharding", "optimizer" if stack.fsdp2 else level), ranks, 1)
+
+    frozen = (base * layers + 2 * edge) / at("parameters", shard) + base * routed / at("parameters", expert_shard)
+    parameters = frozen + 4 * trained / at("parameters", shard)
+    return (
+        np.asarray(parameters),
+        np.asarray(8 * trained / at("optimizer", shard)),
+        np.asarray(4 * trained / at("gradients", shard)),
+    )
+
+
+def _gathered_base(s: Shapes, stack: Stack, place: Layout, stages: list[int]) -> Column:
+    """Bytes of gathered frozen weights: all of them, or two layers and what lies outside layers."""
+    t, base = s.table, s.job.workload.lora
+    assert base is not None  # the caller has looked
+    layers, edge, largest, routed = stage_parameters(s, place, stages)
+    whole = t.chosen("sharding", "parameters")
+    frees = whole & t["reshard_after_forward"] if stack.fsdp2 else whole
+    kept = layers + routed if stack.fsdp2 else np.zeros(())  # others keep their copy, which is counted already
+    width = BASE_BYTES[base.base_dtype]
+    alone = t.chosen("sharding", "none")
+    return np.asarray(
+        np.where(alone, 0, np.where(frees, 2 * width * largest + 2 * edge, width * kept + 2 * edge * whole))
+    )
+
+
 def _rank(rank: int, s: Shapes, stack: Stack, place: Layout, held: Held, fixed: Column) -> RankBytes:
     parameters, optimizer, gradients = _state(s, stack, place, held.stages)
-    if stack.fsdp2:
+    moments: list[Moment]
+    if s.job.workload.lora is not None:
+        moments = [*whole_moments(s, place, held, gradients, _gathered_base(s, stack, place, held.stages))]
+    elif stack.fsdp2:
         moments = [*fsdp2_moments(s, place, held)]
         if s.job.cluster.device.kind == "cpu":  # AdamW over lists of tensors: the roots of all second moments at once
             moments.append(Moment(4 * held.own, np.zeros(()), np.zeros(()), 4 * held.own))

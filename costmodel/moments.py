@@ -98,12 +98,13 @@ class Held:
 def whole_moments(s: Shapes, place: Layout, held: Held, gradients: Column, gathered: Column) -> Iterator[Moment]:
     """Of a rank whose gradients are buffers for the whole step: the loss and the layers."""
     batch = batch_bytes(s)
-    last = place.num_stages - 1 in held.stages
+    last, learns = place.num_stages - 1 in held.stages, s.job.workload.lora is None
     if last:
         for i, (work, saved) in enumerate(_at_the_head(s, held)):
-            own = s.element_bytes * held.head if i == 1 else np.zeros(())  # its weight gradient, before it is added
+            # its weight gradient, before it is added
+            own = s.element_bytes * held.head if i == 1 and learns else np.zeros(())
             yield Moment(gradients, gathered, saved, batch + work + own)
-    if 0 in held.stages:  # the look-up's dense gradient, when the micro-batch's other activations are gone
+    if 0 in held.stages and learns:  # the look-up's dense gradient, when the micro-batch's other activations are gone
         others = held.activations - sum((_stage_bytes(s, place, stage) for stage in held.stages), start=np.zeros(()))
         dense = s.element_bytes * held.table + boundary_bytes(s)
         yield Moment(gradients, gathered, np.maximum(others, 0), batch + dense)

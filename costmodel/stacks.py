@@ -130,7 +130,7 @@ STACKS: dict[str, Stack] = {
         ),
         Stack(
             "megatron-deepspeed", MEGATRON_GPT, FUSED, fsdp2=False, masks_documents=False,
-            rendezvous_p2p=False, fuses_projections=True, host_launch_s=72e-6, micro_batch_host_s=1.2e-3,
+            rendezvous_p2p=False, fuses_projections=True, host_launch_s=66e-6, micro_batch_host_s=1.2e-3,
         ),
         Stack(
             "llm-foundry", COMPOSER_GPT, EAGER_FP32, fsdp2=True, masks_documents=False, rendezvous_p2p=False,

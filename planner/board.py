@@ -11,6 +11,9 @@ from trainplan.costmodel.plan import SearchRecord
 from trainplan.costmodel.strategy import Strategy
 from trainplan.planner.space import complexity
 
+NEAREST = 5
+"""How many strategies that do not fit are remembered."""
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -41,7 +44,7 @@ class Counts:
         infeasible: Legal ones that do not fit.
         feasible: Ones that fit; what is left of ``covered`` was left out by a bound.
         simulated: Ones whose step was simulated.
-        nearest: The one that needs least memory of those that do not fit.
+        nearest: Those that need least memory of what does not fit, each with another mesh or level of sharding.
         refused: One that was refused, to explain the rule by.
     """
 
@@ -50,8 +53,16 @@ class Counts:
     infeasible: int = 0
     feasible: int = 0
     simulated: int = 0
-    nearest: Candidate | None = None
+    nearest: list[Candidate] = field(default_factory=list)
     refused: Strategy | None = None
+
+    def too_large(self, candidate: Candidate) -> None:
+        """Keep one that does not fit, if few need less memory."""
+        same = [other for other in self.nearest if _place(other.strategy) == _place(candidate.strategy)]
+        if any(other.device_bytes <= candidate.device_bytes for other in same):
+            return
+        kept = [other for other in self.nearest if other not in same]
+        self.nearest = sorted([*kept, candidate], key=lambda of: of.device_bytes)[:NEAREST]
 
     @property
     def looked_at(self) -> int:
@@ -65,6 +76,10 @@ class Counts:
             feasible=self.feasible, dropped=self.covered - self.looked_at, simulated=self.simulated,
             gap_frac=gap_frac, proven=proven,
         )  # fmt: skip
+
+
+def _place(s: Strategy) -> tuple[object, ...]:
+    return s.tp, s.pp, s.cp, s.ep, s.sharding
 
 
 class Board:

@@ -26,7 +26,7 @@ from trainplan.costmodel.step import memory_limit
 from trainplan.costmodel.strategy import StrategyTable
 from trainplan.costmodel.units import Units
 from trainplan.costmodel.work import Shapes
-from trainplan.planner.board import Board, Candidate, Counts, Progress
+from trainplan.planner.board import NEAREST, Board, Candidate, Counts, Progress
 from trainplan.planner.space import Family, Group, Space, count_true
 from trainplan.planner.unit_book import UnitBook
 
@@ -200,8 +200,8 @@ class Certifier:
 
     def _remember_nearest(self, table: StrategyTable, device: np.ndarray) -> None:
         least = int(np.argmin(device))
-        if self.counts.nearest is None or device[least] < self.counts.nearest.device_bytes:
-            self.counts.nearest = Candidate(table.row(least), np.inf, float(device[least]))
+        if len(self.counts.nearest) < NEAREST or device[least] < self.counts.nearest[-1].device_bytes:
+            self.counts.too_large(Candidate(table.row(least), np.inf, float(device[least])))
 
 
 def rows_of(job: Job, book: UnitBook, group: Group, flat: np.ndarray) -> Iterator[Rows]:

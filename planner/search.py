@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -12,15 +12,26 @@ from trainplan.costmodel.errors import NoPlanError, UsageError
 from trainplan.costmodel.estimate import Estimate
 from trainplan.costmodel.job import Job
 from trainplan.costmodel.plan import SearchRecord
-from trainplan.costmodel.step import estimate, memory_limit
+from trainplan.costmodel.step import estimate, memory_limit, price
+from trainplan.costmodel.strategy import StrategyTable
 from trainplan.planner.board import Board, Candidate, Counts, Progress
 from trainplan.planner.certify import Certifier
+from trainplan.planner.remedies import remedies
 from trainplan.planner.space import Pins, Space
 from trainplan.planner.unit_book import UnitBook
 
 __all__ = ["Candidate", "Pins", "Progress", "Result", "tune"]
 
 Engine = Literal["enumerate", "optuna"]
+
+
+class NothingFitsError(NoPlanError):
+    """Legal strategies exist, but none fits in memory."""
+
+    def __init__(self, message: str, nearest: list[Candidate], limit_bytes: float) -> None:
+        """``nearest``: those that need least memory, of ``limit_bytes`` a rank has."""
+        super().__init__(message)
+        self.nearest, self.limit_bytes = nearest, limit_bytes
 
 
 @dataclass(frozen=True)
@@ -61,7 +72,7 @@ def tune(
 
     Raises:
         UsageError: The pins contradict each other, or rule out every strategy.
-        NoPlanError: Legal strategies exist, but none fits in memory.
+        NoPlanError: No strategy is legal; `NothingFitsError` where some are, but none fits in memory.
     """
     pins.check()
     space = Space(job, backend(backend_name), pins)
@@ -88,14 +99,18 @@ def tune(
 
 def _nothing(space: Space, counts: Counts) -> Exception:
     """The error that says why no strategy is left."""
-    if counts.nearest is not None:
+    if counts.nearest:
         limit = space.pins.memory_limit_bytes or memory_limit(space.job)
-        s = counts.nearest.strategy
-        return NoPlanError(
+        nearest = sorted((_weighed(space, of) for of in counts.nearest), key=lambda of: of.device_bytes)
+        s, needs = nearest[0].strategy, nearest[0].device_bytes
+        cures = [of.options for of in remedies(space.job, space.backend.name, space.pins)]
+        return NothingFitsError(
             f"none of {counts.infeasible} legal strategies fits: the smallest (tp={s.tp} pp={s.pp} dp={s.dp} sharding "
-            f"{s.sharding} recompute {s.recompute} micro_batch_size={s.micro_batch_size}) needs "
-            f"{counts.nearest.device_bytes / 2**30:.1f} of {limit / 2**30:.1f} GiB. Use more devices, a shorter "
-            "--seq-len, or fewer pins."
+            f"{s.sharding} recompute {s.recompute} micro_batch_size={s.micro_batch_size}) needs {needs / 2**30:.1f} of "
+            f"{limit / 2**30:.1f} GiB. "
+            + (f"Any of these would do: {', '.join(cures)}." if cures else "Use more devices or another model."),
+            nearest,
+            limit,
         )
     if counts.covered:
         rules = ", ".join(f"{name} {n}" for name, n in counts.illegal.most_common(4))
@@ -105,6 +120,12 @@ def _nothing(space: Space, counts: Counts) -> Exception:
             f"{broken[0].reason if broken else 'Loosen the pins or change the cluster.'}"
         )
     return UsageError(_contradiction(space))
+
+
+def _weighed(space: Space, of: Candidate) -> Candidate:
+    """A candidate with all of its memory: some were left out by a part of it."""
+    priced = price(space.job, space.backend.name, StrategyTable.from_strategies([of.strategy]))
+    return replace(of, device_bytes=float(priced.device_bytes[0]))
 
 
 def _contradiction(space: Space) -> str:

@@ -236,8 +236,10 @@ def _search(
     job: Job, backend: str, pins: Pins, engine: str, gap_frac: float, trials: int, seed: int, study: Path | None,
     top: int,
 ) -> Result:  # fmt: skip
-    from trainplan.planner import search
+    from trainplan.planner import search, summary
     from trainplan.planner.interrupt import Interrupted
+    from trainplan.planner.render.format import size
+    from trainplan.planner.render.plan import assignments
     from trainplan.planner.render.progress import shown
 
     try:
@@ -254,6 +256,11 @@ def _search(
                 gap_frac=gap_frac,
                 on_progress=report,
             )
+    except search.NothingFitsError as error:
+        for of in error.nearest:
+            knobs = assignments(summary.knobs(of.strategy))
+            print(f"nearest: {size(of.device_bytes)} of {size(error.limit_bytes)}: {knobs}", file=sys.stderr)
+        raise
     except KeyboardInterrupt:
         kept = study is not None and engine == "optuna"
         raise Interrupted(

@@ -5,12 +5,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from trainplan.costmodel.cluster_config import load_cluster
 from trainplan.costmodel.hardware import Cluster
 from trainplan.costmodel.job import Job
 from trainplan.costmodel.lora import adapter_parameters, module_sizes
+from trainplan.costmodel.model import ModelSpec
 from trainplan.costmodel.model_config import load_model
 from trainplan.costmodel.stacks import STACKS
-from trainplan.costmodel.step import estimate
+from trainplan.costmodel.step import estimate, price
 from trainplan.costmodel.strategy import Strategy, StrategyTable
 from trainplan.costmodel.work import Phase, Shapes, Work, layer_work
 from trainplan.costmodel.workload import Lora, Workload
@@ -115,3 +117,62 @@ def test_adapters_cost_time_and_freezing_saves_it(round_cluster: MakeCluster) ->
     assert step_s(lora(8)) < step_s(lora(256))
     assert step_s(lora(16, target_modules=("q_proj",))) < step_s(None)
     assert step_s(lora(16)) < step_s(lora(16, base_dtype="int4"))
+
+
+def memory(cluster: Cluster, of: Lora | None, stack: str, **strategy: object) -> dict[str, float]:
+    workload = Workload(seq_len=1024, global_batch_size=8, lora=of)
+    job = Job(load_model(QWEN), cluster, workload)
+    table = StrategyTable.from_strategies([Strategy(grad_accum=8 // cluster.num_gpus, **strategy)])  # type: ignore[arg-type]
+    (rank,) = price(job, stack, table).memory
+    return {name: float(np.squeeze(column)) for name, column in rank.parts.items()}
+
+
+ADAPTERS = 28 * 64 * 90112
+BASE = 7_615_616_512  # Qwen2.5-7B's parameters, as its card counts them
+EDGE = 2 * 152064 * H + H  # embedding, head and last norm stay in bf16 under int4
+
+
+def test_state_of_adapters_on_a_frozen_base_by_hand(round_cluster: MakeCluster) -> None:
+    """Base in bf16, or 4 bits with a scale of 2 bytes and a zero of half a byte for 128; adapters 4 + 4 + 8 bytes."""
+    one = memory(round_cluster(1), lora(64), "hf-peft", recompute="full")
+    assert one["parameters"] == pytest.approx(2 * BASE + 4 * ADAPTERS, rel=1e-6)
+    assert one["gradients"] == pytest.approx(4 * ADAPTERS)
+    assert one["optimizer"] == pytest.approx(8 * ADAPTERS)
+    int4 = memory(round_cluster(1), lora(64, base_dtype="int4"), "hf-peft-gptq", recompute="full")
+    expected = (BASE - EDGE) * (0.5 + 2.5 / 128) + 2 * EDGE + 4 * ADAPTERS
+    assert int4["parameters"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_fsdp_shards_the_base_and_others_only_at_level_three(round_cluster: MakeCluster) -> None:
+    four = {"dp_shard": 4, "sharding": "parameters", "reshard_after_forward": True, "recompute": "full"}
+    sharded = memory(round_cluster(4), lora(64), "accelerate", **four)
+    assert sharded["parameters"] == pytest.approx((2 * BASE + 4 * ADAPTERS) / 4, rel=1e-6)
+    assert 0 < sharded["gathered"] < 2 * BASE / 4  # two layers, embedding and head
+    zero2 = memory(round_cluster(4), lora(64), "hf-peft-zero2", dp_shard=4, sharding="gradients", recompute="full")
+    assert zero2["parameters"] == pytest.approx(2 * BASE + 4 * ADAPTERS, rel=1e-6)
+    assert zero2["gradients"] == pytest.approx(4 * ADAPTERS / 4)
+    assert zero2["optimizer"] == pytest.approx(8 * ADAPTERS / 4)
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "published_gb"), [(256, 20.1), (512, 20.4), (1024, 21.5), (2048, 23.8), (4096, 29.7), (8192, 36.6)]
+)
+def test_a_published_run_needs_what_its_table_says(seq_len: int, published_gb: float) -> None:
+    """Qwen-7B's README of 2023: LoRA of rank 64 on one A100, batch 1. The tool that measured is not named: 8 %."""
+    model = ModelSpec(
+        name="Qwen-7B", family="llama", num_layers=32, hidden_size=4096, ffn_hidden_size=11008, num_heads=32,
+        num_kv_heads=32, head_dim=128, vocab_size=151936, max_position_embeddings=8192, tie_word_embeddings=False,
+    )  # fmt: skip
+    job = Job(model, load_cluster("1xA100"), Workload(seq_len=seq_len, global_batch_size=8, lora=lora(64)))
+    knobs = {"attention": "flash", "fused_kernels": ("norm", "rope"), "recompute": "full", "grad_accum": 8}
+    (rank,) = price(job, "hf-peft", StrategyTable.from_strategies([Strategy(**knobs)])).memory  # type: ignore[arg-type]
+    assert float(np.squeeze(rank.device(1, gpu=True))) / 1e9 == pytest.approx(published_gb, rel=0.08)
+
+
+def test_the_optimizer_steps_adapters_only(round_cluster: MakeCluster) -> None:
+    workload = Workload(seq_len=256, global_batch_size=1)
+    cluster = round_cluster(1)
+    full = Job(load_model(QWEN), cluster, workload)
+    frozen = Job(load_model(QWEN), cluster, workload.model_copy(update={"lora": lora(64)}))
+    steps = [estimate(job, "hf-peft", Strategy(recompute="full")).breakdown_s["optimizer"] for job in (full, frozen)]
+    assert steps[1] / steps[0] == pytest.approx(ADAPTERS / BASE, rel=1e-3)

@@ -38,7 +38,7 @@ def the_line(done: subprocess.CompletedProcess[str], code: int) -> str:
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
     *before, line = done.stderr.splitlines()
-    assert all(text.startswith(("searching ", "sampling ")) for text in before)
+    assert all(text.startswith(("searching ", "sampling ", "nearest: ")) for text in before)
     assert line.startswith("error: ")
     return line
 
