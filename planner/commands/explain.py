@@ -35,9 +35,9 @@ def explain(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
-    """Show the knobs, step time, memory and sources of a plan, and what each knob set otherwise would change.
+    """Show the knobs, step time, memory and sources of a plan.
 
-    With --baseline also the way from what people run without a search to the plan, one change at a time. With --reprice
+    Also what each knob set otherwise would change, and with --baseline the way from what people run without a search to the plan, one change at a time. With --reprice
     the strategy or job may have been edited by hand: it is checked, priced anew and written.
     """
     from trainplan.costmodel.errors import UsageError
