@@ -1,7 +1,7 @@
 """The Optuna side of a search: the record that resumes and opens in optuna-dashboard, and the sampling engine.
 
-A trial proposes coarse knobs as integers, which are decoded to degrees that multiply to the cluster; every fine knob is
-solved inside the trial by pricing all of its values.
+A trial proposes coarse knobs as places in fixed lists of values, which are decoded to degrees that multiply to the
+cluster; every fine knob is solved inside the trial, by the search that proves its answer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainplan.costmodel.backends.rules import divisors
 from trainplan.costmodel.errors import UsageError
@@ -27,7 +27,10 @@ from trainplan.planner.unit_book import UnitBook
 if TYPE_CHECKING:
     import optuna
 
+SamplerName = Literal["tpe", "gp", "nsga2", "random"]
 NAME = "trainplan"
+PLACE = "place_"
+"""Before the name of a coarse knob: which of its values, ascending, a trial proposes."""
 COARSE = ("tp", "pp", "cp", "micro_batch_size")
 SEEDS: tuple[tuple[int, int, int, int], ...] = (
     (1, 1, 1, 1),
@@ -51,8 +54,21 @@ def sample(
     seed: int,
     path: Path | None,
     report: Callable[[Progress], None],
+    sampler: SamplerName = "tpe",
+    seeded: bool = True,
 ) -> None:
-    """Fill the board by ``trials`` trials of TPE over the coarse knobs, the usual starting points first.
+    """Fill the board by trials over the coarse knobs, every fine knob solved inside a trial.
+
+    Args:
+        space: All strategies.
+        board: Where the best of every trial is put.
+        counts: What became of the strategies that were met.
+        trials: How many.
+        seed: Of the sampler.
+        path: Journal to keep and resume; None = in memory.
+        report: Called after each trial.
+        sampler: Which of Optuna's proposes.
+        seeded: Try the usual starting points first.
 
     Raises:
         UsageError: The study file belongs to another job, or can't be read.
@@ -64,11 +80,12 @@ def sample(
     def solve(degrees: dict[str, int]) -> float | None:
         return _solve(space, degrees, board, counts, book, cuts)
 
-    ranges = _ranges(space)
+    levels = _levels(space)
     solved: dict[tuple[int, ...], float | None] = {}
 
     def objective(trial: optuna.Trial) -> float:
-        degrees = decode(space, {name: trial.suggest_int(name, 1, high, log=True) for name, high in ranges.items()})
+        chosen = {name: trial.suggest_int(PLACE + name, 0, len(of) - 1) for name, of in levels.items()}
+        degrees = decode(space, {name: levels[name][place] for name, place in chosen.items()})
         key = tuple(degrees.values())
         if key not in solved:
             solved[key] = solve(degrees)
@@ -80,9 +97,9 @@ def sample(
         return step_s
 
     with _interrupt_between_writes() as interrupted:
-        study = _open(space, path, seed)
+        study = _open(space, path, samplers(seed)[sampler]())
         before = sum(trial.state.is_finished() for trial in study.trials)
-        for start in _starts(ranges) if not study.trials else ():
+        for start in _starts(levels) if seeded and not study.trials else ():
             study.enqueue_trial(start, skip_if_exists=True)
         for best in _best_degrees(
             study
@@ -95,10 +112,11 @@ def sample(
         raise KeyboardInterrupt
 
 
-def _starts(ranges: dict[str, int]) -> list[dict[str, int]]:
-    """The usual starting points that lie in the ranges."""
+def _starts(levels: dict[str, list[int]]) -> list[dict[str, int]]:
+    """The places of the usual starting points that are among the levels."""
     starts = [dict(zip(COARSE, start, strict=True)) for start in SEEDS]
-    return [start for start in starts if all(start[name] <= high for name, high in ranges.items())]
+    inside = [start for start in starts if all(value in levels[name] for name, value in start.items())]
+    return [{PLACE + name: levels[name].index(value) for name, value in start.items()} for start in inside]
 
 
 def _best_degrees(study: optuna.Study) -> list[dict[str, int]]:
@@ -137,21 +155,21 @@ def save_candidates(space: Space, candidates: list[Candidate], path: Path) -> No
     """Add the best strategies of an enumeration to the study at ``path``, each as a finished trial."""
     import optuna
 
-    study = _open(space, path, seed=0)
+    study, levels = _open(space, path, samplers(0)["tpe"]()), _levels(space)
     known = {trial.user_attrs.get("strategy") for trial in study.trials}
     distributions: dict[str, Any] = {
-        name: optuna.distributions.IntDistribution(1, high, log=True) for name, high in _ranges(space).items()
+        PLACE + name: optuna.distributions.IntDistribution(0, len(of) - 1) for name, of in levels.items()
     }
     new = [
         optuna.trial.create_trial(
-            params={name: getattr(c.strategy, name) for name in COARSE},
+            params={PLACE + name: levels[name].index(getattr(c.strategy, name)) for name in COARSE},
             distributions=distributions,
             value=c.step_s,
             user_attrs={"strategy": c.strategy.model_dump_json(), "device_bytes": c.device_bytes},
         )
         for c in candidates
         if c.strategy.model_dump_json() not in known
-        and all(getattr(c.strategy, name) <= high for name, high in _ranges(space).items())
+        and all(getattr(c.strategy, name) in of for name, of in levels.items())
     ]
     study.add_trials(new)
     _note_best(study, candidates)
@@ -170,11 +188,11 @@ def decode(space: Space, proposed: dict[str, int]) -> dict[str, int]:
     return degrees
 
 
-def _ranges(space: Space) -> dict[str, int]:
-    """The largest value of each coarse knob; fixed for a job, so that a study can be resumed."""
-    gpus = space.job.cluster.num_gpus
-    most = min(MAX_MICRO_BATCH, space.job.workload.global_batch_size)
-    return {"tp": gpus, "pp": gpus, "cp": gpus, "micro_batch_size": most}
+def _levels(space: Space) -> dict[str, list[int]]:
+    """The values of each coarse knob, ascending; fixed for a job, so that a study can be resumed."""
+    degrees = divisors(space.job.cluster.num_gpus)
+    batches = [d for d in divisors(space.job.workload.global_batch_size) if d <= MAX_MICRO_BATCH]
+    return {"tp": degrees, "pp": degrees, "cp": degrees, "micro_batch_size": batches}
 
 
 def _solve(
@@ -187,7 +205,7 @@ def _solve(
             return None
         pinned[name] = (value,)
     inner = Space(space.job, space.backend, Pins(**{**space.pins.model_dump(), "values": pinned}))
-    own = Board(board.top)
+    own = Board(1)
     Certifier(inner, book.within(inner), own, counts, cuts=cuts).run()
     for candidate in own.candidates:
         if candidate not in board.candidates:
@@ -195,7 +213,20 @@ def _solve(
     return own.best_s
 
 
-def _open(space: Space, path: Path | None, seed: int) -> optuna.Study:
+def samplers(seed: int) -> dict[SamplerName, Callable[[], optuna.samplers.BaseSampler]]:
+    """Optuna's samplers by name; a fresh one of each."""
+    import optuna
+
+    of = optuna.samplers
+    return {
+        "tpe": lambda: of.TPESampler(seed=seed, n_startup_trials=len(SEEDS) + 8),
+        "gp": lambda: of.GPSampler(seed=seed),
+        "nsga2": lambda: of.NSGAIISampler(seed=seed, population_size=30),
+        "random": lambda: of.RandomSampler(seed=seed),
+    }
+
+
+def _open(space: Space, path: Path | None, sampler: optuna.samplers.BaseSampler) -> optuna.Study:
     import optuna
     from optuna.storages.journal import JournalFileBackend
 
@@ -204,7 +235,6 @@ def _open(space: Space, path: Path | None, seed: int) -> optuna.Study:
     if path is not None:
         repair(path)
         storage = optuna.storages.JournalStorage(JournalFileBackend(str(path)))
-    sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=len(SEEDS) + 8)
     try:
         study = optuna.create_study(
             storage=storage, sampler=sampler, study_name=NAME, load_if_exists=True, direction="minimize"

@@ -37,9 +37,9 @@ def explain(
 ) -> None:
     """Show the knobs, step time, memory and sources of a plan.
 
-    Also what each knob set otherwise would change, and with --baseline the way from what people run without a search to
-    the plan, one change at a time. With --reprice the strategy or job may have been edited by hand: it is checked, priced
-    anew and written.
+    Also what each knob set otherwise would change, and with --baseline the way from what people run without a search
+    to the plan, one change at a time. With --reprice the strategy or job may have been edited by hand: it is checked,
+    priced anew and written.
     """
     from trainplan.costmodel.errors import UsageError
     from trainplan.costmodel.plan import Plan
