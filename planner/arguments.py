@@ -85,6 +85,21 @@ def count_of(text: str, name: str) -> int:
     return int(value)
 
 
+_SECONDS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+
+
+def duration_of(text: str, name: str) -> float:
+    """``3d``, ``36h``, ``90m`` or ``1.5w`` in seconds.
+
+    Raises:
+        UsageError: It is none of these, or nothing above 0; ``name`` is the option in the message.
+    """
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([mhdw])\s*", text)
+    if found is None or not float(found[1]) > 0:
+        raise UsageError(f"{name} {text!r} is not a time. Write a number above 0 with its unit, as in 3d, 36h or 90m.")
+    return float(found[1]) * _SECONDS[found[2]]
+
+
 def lengths(text: str) -> tuple[tuple[int, float], ...]:
     """A histogram of document lengths, shortest first: ``512:0.5,4096:0.5``, or a JSON file of the same.
 

@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 
 from trainplan import __version__
 from trainplan.costmodel.errors import TrainplanError
-from trainplan.planner.commands import doctor, explain, hardware, models, profile, run, tune, validate
+from trainplan.planner.commands import doctor, explain, hardware, models, profile, run, size, tune, validate
 from trainplan.planner.commands.output import Asked
 from trainplan.planner.interrupt import Interrupted
 
@@ -57,6 +57,7 @@ app = typer.Typer(
 )
 COMMANDS: tuple[tuple[Callable[..., None], Sequence[str]], ...] = (
     (tune.tune, tune.EXAMPLES),
+    (size.size, size.EXAMPLES),
     (explain.explain, explain.EXAMPLES),
     (run.run, run.EXAMPLES),
     (profile.profile, profile.EXAMPLES),

@@ -30,7 +30,7 @@ def test_a_command_line_of_the_readme_uses_options_that_exist(line: str) -> None
 
 
 def test_options_named_in_the_text_exist() -> None:
-    commands = ("tune", "explain", "run", "profile", "validate")
+    commands = ("tune", "explain", "size", "run", "profile", "validate")
     known = {"--debug"}.union(*(options(command) for command in commands))
     named = set(re.findall(r"`(--[a-z-]+)", README)) | set(
         re.findall(r"^planner .*?(--[a-z-]+)", README, flags=re.MULTILINE)
