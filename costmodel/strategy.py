@@ -235,7 +235,8 @@ class StrategyTable:
             elif name in TUPLES:
                 value = self.vocabulary[name][value]
             values[name] = value
-        return Strategy(**values)
+        defaults = {name: getattr(DEFAULT, name) for name in FIELDS if name not in values}
+        return Strategy.model_construct(**defaults, **values)  # columns hold only what a strategy may
 
     def take(self, indices: np.ndarray) -> StrategyTable:
         """The rows at flat ``indices``, as columns of that length."""

@@ -15,7 +15,7 @@ import pytest
 from trainplan.costmodel.hardware import Cluster
 from trainplan.costmodel.job import Job
 from trainplan.costmodel.model import ModelSpec
-from trainplan.costmodel.orders import in_flight_peaks, rank_orders
+from trainplan.costmodel.orders import in_flight_peaks, rank_orders, walked_peaks
 from trainplan.costmodel.step import price
 from trainplan.costmodel.strategy import Schedule, Strategy, StrategyTable
 from trainplan.costmodel.workload import Workload
@@ -113,3 +113,22 @@ def test_memory_holds_so_many_layers(
     assert found[0] == held[0] * alone / 2
     norm = 512 * (64 * (2 + 2) + 4)  # the final norm's input, its output and root, per micro-batch on the last rank
     assert held[1] * alone / 2 <= found[1] <= held[1] * (alone / 2 + norm)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"])
+def test_more_micro_batches_than_three_rounds_hold_no_more(schedule: Schedule) -> None:
+    checked = 0
+    for pp, vpp in ((2, 1), (2, 2), (4, 1), (4, 2), (4, 3), (8, 2), (8, 1), (16, 1), (16, 2)):
+        if vpp != {"1f1b": 1, "zbv": 2, "dualpipev": 2}.get(schedule, vpp) or (schedule == "interleaved" and vpp == 1):
+            continue
+        for m in (
+            3 * pp,
+            4 * pp,
+            7 * pp,
+            *((3 * pp + 1, 5 * pp - 1) if schedule in ("1f1b", "zbv", "dualpipev") else ()),
+        ):
+            short = in_flight_peaks(schedule, pp, vpp, m)
+            for mine, walked in zip(short, walked_peaks(schedule, pp, vpp, m), strict=True):
+                assert np.array_equal(mine, walked)
+                checked += 1
+    assert checked > 20
