@@ -71,9 +71,8 @@ def price_all(name: str, backend_name: str) -> dict[str, float | int]:
     job = problem(name)
     space = Space(job, backend(backend_name), Pins())
     book = UnitBook(space)
-    covered = priced = 0
+    covered, priced = sum(space.count(family) for family in space.families()), 0
     for group in space.groups():
-        covered += group.size
         legal, _ = space.backend.legal_mask(job, group.table, group.canonical)
         if not legal.any():
             continue

@@ -24,6 +24,7 @@ from trainplan.costmodel.work import Column, Shapes
 
 FUSED_BACKWARD = ("gpipe", "1f1b", "interleaved")
 """Schedules whose last task on a rank is a backward that the ranks before it wait for."""
+BOUNDED = (Work.FORWARD, Work.BACKWARD, Work.GATHER, Work.REDUCE)
 Pieces = list[tuple[Unit, bool, Column | int]]
 
 
@@ -118,7 +119,7 @@ def _stages(key: Key, place: Layout, shapes: Shapes, units: Units) -> list[Stage
         split = tuple(v[stage] if v else -1 for v in shapes.table.vocabulary.get("recompute_layers", ((),)))
         same = (place.kinds[stage], split, stage == 0, stage == place.num_stages - 1)
         if same not in known:
-            work = stage_work(_pieces(place, stage, shapes.table, units))
+            work = stage_work(_pieces(place, stage, shapes.table, units), BOUNDED)
             own = own_parameters(shapes, place, [stage])
             finish = (
                 own * units.optimizer_per_parameter

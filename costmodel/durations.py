@@ -122,11 +122,14 @@ def unit_work(unit: Unit, recomputed: bool) -> dict[Work, Column]:
     }
 
 
-def stage_work(pieces: Sequence[tuple[Unit, bool, Column | int]]) -> dict[Work, Column]:
-    """Seconds of a stage by kind of work, from (unit, whether it is computed twice, how many of it)."""
+def stage_work(
+    pieces: Sequence[tuple[Unit, bool, Column | int]], kinds: Sequence[Work] | None = None
+) -> dict[Work, Column]:
+    """Seconds of a stage by kind of work (all, or ``kinds``), from (unit, whether it is computed twice, how many)."""
     works = [(unit_work(unit, again), count) for unit, again, count in pieces]
     return {
-        work: np.asarray(sum((count * of[work] for of, count in works), start=np.zeros(()))) for work in works[0][0]
+        work: np.asarray(sum((count * of[work] for of, count in works), start=np.zeros(())))
+        for work in kinds or works[0][0]
     }
 
 
@@ -148,17 +151,11 @@ def slowed_work(work: dict[Work, Column], units: Units, key: Key | ChainKey) -> 
     beside_backward = (gather if key.gather == "micro_batch" else 0.0) + (
         reduce if key.reduce == "micro_batch" else reduce / key.num_micro_batches
     )
-    slower = {
-        Work.FORWARD: units.contention * np.minimum(work[Work.FORWARD], beside_forward),
-        Work.WEIGHT_GRAD: units.contention * np.minimum(work[Work.BACKWARD], beside_backward),
-    }
-    return work | {
-        Work.FORWARD: work[Work.FORWARD] + slower[Work.FORWARD],
-        Work.WEIGHT_GRAD: work[Work.WEIGHT_GRAD] + slower[Work.WEIGHT_GRAD],
-        Work.BACKWARD: work[Work.BACKWARD] + slower[Work.WEIGHT_GRAD],
-        Work.GATHER: gather,
-        Work.REDUCE: reduce,
-    }
+    slower_forward = units.contention * np.minimum(work[Work.FORWARD], beside_forward)
+    slower_backward = units.contention * np.minimum(work[Work.BACKWARD], beside_backward)
+    slower = {Work.FORWARD: slower_forward, Work.WEIGHT_GRAD: slower_backward, Work.BACKWARD: slower_backward}
+    stretched = {kind: work[kind] + by for kind, by in slower.items() if kind in work}
+    return work | stretched | {Work.GATHER: gather, Work.REDUCE: reduce}
 
 
 def _lost(before: dict[Work, Column], after: dict[Work, Column]) -> Column:

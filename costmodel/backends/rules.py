@@ -123,6 +123,9 @@ class Backend:
 
 def _allowed_mask(table: StrategyTable, name: str, allowed: Collection[Any]) -> Mask:
     if name in CHOICES:
+        column = table[name]
+        if column.size == 1:
+            return np.asarray(CHOICES[name][column.item()] in allowed)
         return table.chosen(name, *allowed)
     if name in TUPLES:
         return table.mapped(name, lambda value: value in allowed).astype(bool)
