@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import quantiles
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from trainplan.planner.arguments import shown
 
 if TYPE_CHECKING:
     from trainplan.executor.measurement import Measurement
+    from trainplan.planner.board import Candidate
 
 DEGREES = ("tp", "pp", "cp", "ep", "dp_replicate", "dp_shard", "micro_batch_size", "grad_accum")
 """Always shown: they say how the cluster and the batch are divided."""
@@ -57,6 +58,25 @@ def knobs(strategy: Strategy) -> dict[str, str]:
 def changes(strategy: Strategy, base: Strategy) -> dict[str, str]:
     """The knobs of ``strategy`` that ``base`` sets otherwise."""
     return {name: shown(getattr(strategy, name)) for name in FIELDS if getattr(strategy, name) != getattr(base, name)}
+
+
+ALIKE_FRAC = 0.0005
+"""Step times that differ by less are one on a screen."""
+ALIKE_KNOBS = 2
+"""Plans that are as fast and differ in no more knobs are shown once."""
+
+
+def differing(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The candidates without those that are as fast as a better one and set alike but for a knob or two."""
+    kept: list[Candidate] = []
+    for of in candidates:
+        same = (
+            abs(of.step_s / other.step_s - 1) < ALIKE_FRAC and len(changes(of.strategy, other.strategy)) <= ALIKE_KNOBS
+            for other in kept
+        )
+        if not any(same):
+            kept.append(of)
+    return kept
 
 
 def slower_frac(step_s: float, best_step_s: float) -> float:

@@ -307,6 +307,7 @@ def _print_json(plan: Plan, result: Result, output: Path) -> None:
 def _print(plan: Plan, result: Result, output: Path, limit_bytes: float) -> None:
     from trainplan.planner.render import plan as screen
     from trainplan.planner.render.console import console, line
+    from trainplan.planner.summary import differing
 
     to = console()
     screen.print_job(to, plan)
@@ -314,7 +315,7 @@ def _print(plan: Plan, result: Result, output: Path, limit_bytes: float) -> None
     screen.print_estimate(to, plan, limit_bytes)
     screen.print_breakdown(to, plan.estimate)
     screen.print_memory(to, plan.estimate, limit_bytes)
-    screen.print_rivals(to, result.candidates)
+    screen.print_rivals(to, differing(result.candidates))
     screen.print_search(to, result.record)
     to.print()
     line(to, f"Plan {plan.plan_hash} written to {output}")

@@ -181,6 +181,8 @@ def _set(of: Alternative) -> str:
     if of.knob == "recompute":
         kind, names = of.value
         return f"{kind} {shown(names)}" if names else str(kind)
+    if of.knob == "recompute_layers" and of.value == ():
+        return "all"
     return shown(of.value)
 
 

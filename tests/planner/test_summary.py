@@ -13,6 +13,7 @@ from trainplan.costmodel.strategy import Strategy
 from trainplan.costmodel.workload import Workload
 from trainplan.executor.measurement import Measurement
 from trainplan.planner import summary
+from trainplan.planner.board import Candidate
 
 RECORD = SearchRecord(
     engine="enumerate",
@@ -146,3 +147,14 @@ def test_rates_that_were_not_measured_are_a_cause(plan: Plan) -> None:
     unsure = Plan(**{**plan.model_dump(), "estimate": estimate(weakest_provenance="datasheet").model_dump()})
     (cause,) = summary.causes(unsure, measured(plan, 5.0))
     assert "are datasheet, not measured on this machine" in cause
+
+
+def test_plans_that_say_the_same_are_shown_once() -> None:
+    """A step within 0.05 % and up to two other knobs: not shown; slower, or set otherwise: shown."""
+    base = Strategy(dp_shard=8, sharding="parameters", reshard_after_forward=True, grad_accum=4)
+    alike = base.model_copy(update={"prefetch_units": 2})
+    other = base.model_copy(update={"micro_batch_size": 2, "grad_accum": 2, "recompute": "full"})
+    candidates = [Candidate(base, 10.0, 1.0), Candidate(alike, 10.004, 1.0), Candidate(other, 10.004, 1.0)]
+    assert summary.differing(candidates) == [candidates[0], candidates[2]]
+    slower = Candidate(alike, 10.01, 1.0)
+    assert summary.differing([candidates[0], slower]) == [candidates[0], slower]
