@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from trainplan.costmodel.job import Job
     from trainplan.costmodel.plan import Plan
     from trainplan.costmodel.workload import Workload
+    from trainplan.planner.board import Candidate
     from trainplan.planner.search import Pins, Result
 
 EXAMPLES = (
@@ -94,6 +95,9 @@ def tune(
     study: Annotated[Path | None, typer.Option(help="Optuna journal to keep and resume.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the optuna engine.")] = 0,
     top: Annotated[int, typer.Option(min=1, help="Plans to list.")] = 10,
+    pareto: Annotated[
+        int, typer.Option(min=0, max=50, help="Also list up to so many plans that trade speed for memory, each proven.")
+    ] = 0,
     output: Annotated[Path, typer.Option("-o", "--output", help="Plan file to write.")] = Path("plan.yaml"),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
@@ -139,10 +143,11 @@ def tune(
     plan = _plan(job, backend, result, context)
     plan.save(output)
     limit_bytes = pins.memory_limit_bytes or plan.estimate.memory_limit_bytes
+    front = _front(job, backend, pins, pareto, gap / 100)
     if as_json:
-        _print_json(plan, result, output)
+        _print_json(plan, result, front, output)
     else:
-        _print(plan, result, output, limit_bytes)
+        _print(plan, result, front, output, limit_bytes)
 
 
 def _workload(
@@ -284,27 +289,36 @@ def _plan(job: Job, backend: str, result: Result, context: typer.Context) -> Pla
     )
 
 
-def _print_json(plan: Plan, result: Result, output: Path) -> None:
+def _front(job: Job, backend: str, pins: Pins, points: int, gap_frac: float) -> list[Candidate]:
+    if not points:
+        return []
+    from trainplan.planner.pareto import front
+
+    return list(front(job, backend, pins, points=points, gap_frac=gap_frac))
+
+
+def _print_json(plan: Plan, result: Result, front: list[Candidate], output: Path) -> None:
     from trainplan.planner.commands.output import plan_document, print_json
+
+    def row(candidate: Candidate) -> dict[str, Any]:
+        return {
+            "predicted_step_s": candidate.step_s,
+            "device_bytes": candidate.device_bytes,
+            "strategy": candidate.strategy.model_dump(mode="json"),
+        }
 
     print_json(
         {
             "plan": plan_document(plan),
-            "candidates": [
-                {
-                    "predicted_step_s": candidate.step_s,
-                    "device_bytes": candidate.device_bytes,
-                    "strategy": candidate.strategy.model_dump(mode="json"),
-                }
-                for candidate in result.candidates
-            ],
+            "candidates": [row(candidate) for candidate in result.candidates],
+            "pareto": [row(candidate) for candidate in front],
             "search": result.record.model_dump(mode="json"),
             "plan_file": str(output),
         }
     )
 
 
-def _print(plan: Plan, result: Result, output: Path, limit_bytes: float) -> None:
+def _print(plan: Plan, result: Result, front: list[Candidate], output: Path, limit_bytes: float) -> None:
     from trainplan.planner.render import plan as screen
     from trainplan.planner.render.console import console, line
     from trainplan.planner.summary import differing
@@ -316,6 +330,8 @@ def _print(plan: Plan, result: Result, output: Path, limit_bytes: float) -> None
     screen.print_breakdown(to, plan.estimate)
     screen.print_memory(to, plan.estimate, limit_bytes)
     screen.print_rivals(to, differing(result.candidates))
+    if front:
+        screen.print_front(to, front)
     screen.print_search(to, result.record)
     to.print()
     line(to, f"Plan {plan.plan_hash} written to {output}")

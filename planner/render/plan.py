@@ -154,6 +154,17 @@ def print_rivals(to: Console, candidates: Sequence[Candidate]) -> None:
     )
 
 
+def print_front(to: Console, front: Sequence[Candidate]) -> None:
+    """Plans that trade speed for memory, the fastest first."""
+    heading(to, "Less memory, longer steps (nothing is both faster and smaller)")
+    rows = [
+        (seconds(c.step_s), f"+{percent(slower_frac(c.step_s, front[0].step_s))}", size(c.device_bytes),
+         assignments(knobs(c.strategy)))
+        for c in front
+    ]  # fmt: skip
+    table(to, rows, headers=("step", "slower", "memory, 95 %", "plan"), right=(0, 1, 2))
+
+
 def print_alternatives(to: Console, plan: Plan, found: Sequence[Alternative]) -> None:
     """What each knob set otherwise would change, and what can't run."""
     runs = [of for of in found if of.outcome.step_s is not None]

@@ -28,7 +28,7 @@ def test_json_is_one_document_and_the_only_output(planner: Callable[..., Done], 
     done = planner(*small.job, "--top", "3", "--json")
     assert done.code == 0
     found = done.json
-    assert list(found) == ["plan", "candidates", "search", "plan_file"]
+    assert list(found) == ["plan", "candidates", "pareto", "search", "plan_file"]
     assert found["plan_file"] == "plan.yaml"
     plan = Plan.load(folder / "plan.yaml")
     assert found["plan"] == {**plan.model_dump(mode="json"), "plan_hash": plan.plan_hash}
@@ -273,3 +273,11 @@ def test_a_sequence_beyond_the_model_is_noted(planner: Callable[..., Done], smal
     done = planner(*job, "--json")
     assert done.code == 0
     assert "note: seq_len 1024 is more than the 512 positions that model was made for" in done.err
+
+
+def test_plans_that_trade_speed_for_memory(planner: Callable[..., Done], folder: Path) -> None:
+    job = ("tune", "Qwen/Qwen3-8B", "--cluster", "8xH100", "--seq-len", "4096", "--global-batch-size", "64")
+    found = planner(*job, "--pareto", "3", "--json").json["pareto"]
+    assert [point["predicted_step_s"] for point in found] == sorted(point["predicted_step_s"] for point in found)
+    assert len(found) == 3
+    assert "nothing is both faster and smaller" in planner(*job, "--pareto", "2").out
