@@ -15,7 +15,7 @@ import numpy as np
 from trainplan.costmodel.durations import exposed_s, slowed_work, stage_work, step_key, unit_work
 from trainplan.costmodel.graph import ChainKey, Key, Work
 from trainplan.costmodel.job import Job
-from trainplan.costmodel.layout import LayerKind, Layout, layout
+from trainplan.costmodel.layout import Layout, computed_twice, layout
 from trainplan.costmodel.memory import own_parameters
 from trainplan.costmodel.stacks import Stack
 from trainplan.costmodel.strategy import StrategyTable
@@ -62,13 +62,8 @@ def _pieces(place: Layout, stage: int, table: StrategyTable, units: Units) -> Pi
     kinds = place.kinds[stage]
     pieces: Pieces = []
     for kind in dict.fromkeys(kinds):
-        total = kinds.count(kind)
-
-        def twice(layers: tuple[int, ...], kind: LayerKind = kind) -> int:
-            return kinds[: layers[stage]].count(kind) if layers else kinds.count(kind)
-
-        again = table.mapped("recompute_layers", twice)
-        pieces += [(units.layers[kind], False, total - again), (units.layers[kind], True, again)]
+        again = table.mapped("recompute_layers", computed_twice(place, stage, kind))
+        pieces += [(units.layers[kind], False, kinds.count(kind) - again), (units.layers[kind], True, again)]
     pieces += [(units.embedding, False, 1)] if stage == 0 else []
     pieces += [(units.head, False, 1)] if stage == place.num_stages - 1 else []
     return pieces

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from trainplan.costmodel.job import Job
@@ -39,6 +40,12 @@ class Layout:
         """How many layers of each kind a stage has, recomputed ones apart."""
         n = self.recomputed[stage]
         return Counter((kind, i < n) for i, kind in enumerate(self.kinds[stage]))
+
+
+def computed_twice(place: Layout, stage: int, kind: LayerKind) -> Callable[[tuple[int, ...]], int]:
+    """From a choice of `recompute_layers` (empty = all) to how many layers of a kind a stage computes twice."""
+    kinds = place.kinds[stage]
+    return lambda layers: kinds[: layers[stage]].count(kind) if layers else kinds.count(kind)
 
 
 def layout(job: Job, strategy: Strategy) -> Layout:

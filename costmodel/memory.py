@@ -15,7 +15,7 @@ import numpy as np
 from trainplan.costmodel.activations import edge_bytes, kept_bytes, saved_bytes
 from trainplan.costmodel.estimate import Interval, StageMemory
 from trainplan.costmodel.job import Job
-from trainplan.costmodel.layout import LayerKind, Layout
+from trainplan.costmodel.layout import Layout, computed_twice
 from trainplan.costmodel.lora import adapter_parameters
 from trainplan.costmodel.moments import Held, Moment, fsdp2_moments, fullest, whole_moments
 from trainplan.costmodel.orders import in_flight_peaks
@@ -150,11 +150,7 @@ def _any_stage_activations(s: Shapes, place: Layout, stage: int) -> Column:
     kinds, total = place.kinds[stage], np.zeros(())
     some = ~s.table.chosen("recompute", "none")
     for kind in dict.fromkeys(kinds):
-
-        def twice(layers: tuple[int, ...], kind: LayerKind = kind) -> int:
-            return kinds[: layers[stage]].count(kind) if layers else kinds.count(kind)
-
-        again = s.table.mapped("recompute_layers", twice) * some
+        again = s.table.mapped("recompute_layers", computed_twice(place, stage, kind)) * some
         total = total + (kinds.count(kind) - again) * saved_bytes(s, kind) + again * kept_bytes(s, kind)
     return total + edge_bytes(s) if stage == place.num_stages - 1 else total
 

@@ -9,7 +9,7 @@ from trainplan.costmodel.cluster_config import load_cluster
 from trainplan.costmodel.errors import UsageError
 from trainplan.costmodel.job import Job
 from trainplan.costmodel.layout import layout
-from trainplan.costmodel.memory import peak_device_bytes
+from trainplan.costmodel.memory import least_device_bytes, peak_device_bytes
 from trainplan.costmodel.model_config import load_model
 from trainplan.costmodel.stacks import STACKS
 from trainplan.costmodel.step import price
@@ -93,5 +93,16 @@ def test_memory_of_many_is_that_of_each_alone(name: str) -> None:
                 found = peak_device_bytes(job, STACKS[name], rows, place, strategy.grad_accum, strategy.schedule)
                 alone = price(job, name, StrategyTable.from_strategies([strategy])).device_bytes
                 assert float(np.squeeze(found)) == pytest.approx(float(alone[0]), rel=1e-12)
+                least = least_device_bytes(
+                    job, STACKS[name], group.table, place, strategy.grad_accum, strategy.schedule
+                )  # fmt: skip
+                assert np.broadcast_to(least, group.table.shape).ravel()[one] <= float(alone[0])
                 checked += 1
     assert checked > 10
+
+
+def test_the_count_of_a_family_is_that_of_its_groups() -> None:
+    for of in ("dense", "experts"):
+        space = Space(problem(of), backend("megatron"), Pins(allow=frozenset({"rounding", "lossy"})))
+        for family in list(space.families())[::9]:
+            assert space.count(family) == sum(group.size for group in space.groups(family))
