@@ -20,7 +20,7 @@ from trainplan.costmodel.layout import Layout, layout
 from trainplan.costmodel.memory import RankBytes, own_parameters, rank_bytes, stage_memory
 from trainplan.costmodel.packing import useful_token_frac
 from trainplan.costmodel.rates import DRAWS, RESIDUAL_LOG_SD, Rates, rates
-from trainplan.costmodel.simulate import step_seconds
+from trainplan.costmodel.simulate import critical_path, step_seconds
 from trainplan.costmodel.stacks import STACKS, Stack
 from trainplan.costmodel.strategy import Strategy, StrategyTable
 from trainplan.costmodel.units import unit_seconds
@@ -101,6 +101,24 @@ def assumed_rates(job: Job, stack: Stack, strategy: Strategy, draws: int = 0) ->
     if device.kind == "cpu" or device.name not in DIES:
         return stated
     return stated.slowed(shipped().at(scopes(job.cluster, stack, strategy), draws))
+
+
+def critical_seconds(job: Job, backend: str, strategy: Strategy) -> dict[str, float]:
+    """Seconds of each kind of work on the longest path of a step, which add up to it.
+
+    Each is also how much the step changes, for a small change, per relative change of that work: what is not on the
+    path costs nothing.
+    """
+    priced = price(job, backend, StrategyTable.from_strategies([strategy]))
+    graph = priced.work.graph
+    columns = graph.classes.durations(priced.work.seconds).reshape(-1)
+    _, counts = critical_path(graph, columns)
+    found: dict[str, float] = {}
+    for column in np.flatnonzero(counts).tolist():
+        kind, _ = graph.classes.name(column)
+        name = kind.name.lower()
+        found[name] = found.get(name, 0.0) + float(counts[column] * columns[column])
+    return {name: value for name, value in found.items() if value > 0}
 
 
 def memory_limit(job: Job) -> float:

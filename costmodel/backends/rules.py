@@ -117,8 +117,8 @@ class Backend:
     def _masks(self, job: Job, table: StrategyTable) -> Iterator[tuple[str, Mask]]:
         """What each refusal, list of values and rule leaves."""
         yield from ((name, np.zeros((), dtype=bool)) for name, _ in self.refusals(job))
-        yield from ((name, _allowed_mask(table, name, allowed)) for name, allowed in self.values.items())
         yield from ((rule.name, np.asarray(rule.holds(job, table))) for rule in self.rules)
+        yield from ((name, _allowed_mask(table, name, allowed)) for name, allowed in self.values.items())
 
 
 def _allowed_mask(table: StrategyTable, name: str, allowed: Collection[Any]) -> Mask:

@@ -101,6 +101,7 @@ def _repriced(plan: Plan, context: typer.Context, target: Path) -> Plan:
 def _print_json(plan: Plan, written: Path | None, start: Baseline | None) -> None:
     from dataclasses import asdict
 
+    from trainplan.costmodel.step import critical_seconds
     from trainplan.planner.alternatives import alternatives
     from trainplan.planner.commands.output import plan_document, print_json
     from trainplan.planner.ladder import ladder, totals
@@ -119,6 +120,7 @@ def _print_json(plan: Plan, written: Path | None, start: Baseline | None) -> Non
             "fits": estimate.fits,
             "quantities": [asdict(found) for found in quantities(plan.cluster)],
             "assumptions": assumptions(plan),
+            "critical_path": [asdict(p) for p in parts(critical_seconds(plan.job, plan.backend, plan.strategy))],
             "alternatives": [
                 {"knob": of.knob, "value": of.value, **_outcome(of.outcome)}
                 for of in alternatives(plan.job, plan.backend, plan.strategy, limit)
@@ -142,6 +144,7 @@ def _outcome(of: Outcome) -> dict[str, Any]:
 
 
 def _print(plan: Plan, written: Path | None, start: Baseline | None) -> None:
+    from trainplan.costmodel.step import critical_seconds
     from trainplan.planner.alternatives import alternatives
     from trainplan.planner.ladder import ladder
     from trainplan.planner.provenance import assumptions
@@ -155,6 +158,7 @@ def _print(plan: Plan, written: Path | None, start: Baseline | None) -> None:
     screen.print_strategy(to, plan.strategy)
     screen.print_estimate(to, plan, limit_bytes)
     screen.print_breakdown(to, estimate)
+    screen.print_critical(to, critical_seconds(plan.job, plan.backend, plan.strategy))
     screen.print_memory(to, estimate, limit_bytes)
     screen.print_alternatives(to, plan, list(alternatives(plan.job, plan.backend, plan.strategy, limit_bytes)))
     if start is not None:

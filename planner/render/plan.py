@@ -97,6 +97,13 @@ def print_breakdown(to: Console, estimate: Estimate) -> None:
     )
 
 
+def print_critical(to: Console, seconds_of: Mapping[str, float]) -> None:
+    """What the longest path of a step is made of."""
+    heading(to, "What the step waits for (its longest path; anything else could be slower for free)")
+    rows = [(words(part.name), seconds(part.value), percent(part.frac)) for part in parts(seconds_of)]
+    table(to, rows, right=(1, 2))
+
+
 def print_memory(to: Console, estimate: Estimate, limit_bytes: float) -> None:
     """Memory per pipeline stage against the limit, and what the fullest one is made of."""
     stages = sorted(estimate.stages, key=lambda stage: -stage.device_bytes.high)[:MOST_STAGES]

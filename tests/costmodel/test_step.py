@@ -7,13 +7,15 @@ import pytest
 
 from trainplan.costmodel.bounds import lower_bound_s
 from trainplan.costmodel.cluster_config import load_cluster
+from trainplan.costmodel.graph import Work
 from trainplan.costmodel.hardware import Cluster
 from trainplan.costmodel.job import Job
 from trainplan.costmodel.model import ModelSpec
 from trainplan.costmodel.model_config import load_model
 from trainplan.costmodel.rates import rates
+from trainplan.costmodel.simulate import step_seconds
 from trainplan.costmodel.stacks import STACKS
-from trainplan.costmodel.step import assumed_rates, estimate, model_flops_per_token, price
+from trainplan.costmodel.step import assumed_rates, critical_seconds, estimate, model_flops_per_token, price
 from trainplan.costmodel.strategy import Strategy, StrategyTable
 from trainplan.costmodel.units import unit_seconds
 from trainplan.costmodel.work import Shapes, layer_work
@@ -188,3 +190,19 @@ def test_a_gpu_that_nobody_measured_says_so_and_has_a_wide_interval() -> None:
     assert unknown[0] == "datasheet"
     assert known[0] != "datasheet"
     assert unknown[1] > 1.3 * known[1]
+
+
+def test_the_longest_path_is_the_derivative_of_the_step() -> None:
+    """A kind of work that takes 1e-6 more makes the step longer by 1e-6 of its seconds on the path."""
+    of = job(load_cluster("2x8xH100"), gbs=64)
+    values = {**MEGATRON, "pp": 4, "vpp": 3, "schedule": "interleaved", "dp_replicate": 4, "grad_accum": 16}
+    strategy = Strategy(**values)  # type: ignore[arg-type]
+    found = critical_seconds(of, "megatron", strategy)
+    priced = price(of, "megatron", StrategyTable.from_strategies([strategy]))
+    step = float(priced.step_s()[0])
+    assert sum(found.values()) == pytest.approx(step, rel=1e-9)
+    assert {"forward", "backward", "send_forward"} <= set(found)
+    for kind in (Work.FORWARD, Work.BACKWARD, Work.SEND_FORWARD, Work.FINISH):
+        slower = dict(priced.work.seconds) | {kind: priced.work.seconds[kind] * (1 + 1e-6)}
+        longer = float(step_seconds(priced.work.graph, priced.work.graph.classes.durations(slower))[0])
+        assert (longer - step) / 1e-6 == pytest.approx(found.get(kind.name.lower(), 0.0), rel=1e-3, abs=1e-6)

@@ -30,6 +30,7 @@ def test_the_screen_has_knobs_parts_memory_sources_and_assumptions(planner: Call
         "model on 1x test-cpu: seq_len 64, global batch 4 sequences (256 tokens), fp32, backend native",
         "tp=1",
         "Where a step's time goes",
+        "What the step waits for",
         "backward",
         "Memory per rank",
         "Numbers behind the prediction (9 measured)",
@@ -47,6 +48,7 @@ def test_json_is_one_document_whose_parts_add_up(planner: Callable[..., Done], s
     estimate = small.loaded.estimate
     assert found["plan"]["plan_hash"] == small.loaded.plan_hash
     assert sum(part["frac"] for part in found["step"]) == pytest.approx(1)
+    assert sum(part["value"] for part in found["critical_path"]) == pytest.approx(estimate.step_time_s.mid, rel=1e-5)
     assert sum(part["value"] for part in found["step"]) == pytest.approx(estimate.step_time_s.mid, rel=1e-5)
     assert sum(part["value"] for part in found["memory"]) == pytest.approx(estimate.peak.allocated_bytes, rel=1e-5)
     assert {quantity["provenance"] for quantity in found["quantities"]} == {"measured"}
