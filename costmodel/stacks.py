@@ -144,6 +144,12 @@ STACKS: dict[str, Stack] = {
             "hf-sgd", EAGER_BF16, EAGER_FP32, fsdp2=True, masks_documents=False, rendezvous_p2p=False,
             optimizer_traffic_bytes=6, attention={"sdpa": "efficient", "flash": "flash2", "cudnn": "cudnn"},
         ),
+        Stack(
+            "nanotron", FUSED, FUSED, fsdp2=False, masks_documents=False, rendezvous_p2p=True, fuses_projections=True,
+            accumulates_fp32=True,
+        ),
+        Stack("fms-fsdp", EAGER_BF16, EAGER_FP32, fsdp2=True, masks_documents=False, rendezvous_p2p=False),
+        Stack("torchtune", EAGER_BF16, EAGER_FP32, fsdp2=True, masks_documents=False, rendezvous_p2p=False),
         _PEFT,
         replace(_PEFT, name="hf-peft-gptq"),
         replace(_PEFT, name="hf-peft-zero2"),

@@ -37,6 +37,7 @@ class Framework:
     Attributes:
         name: Start of the rows' ``framework``; ``source`` narrows it to one publication's documented scripts, ``task``
             to one kind of training.
+        repos: Repositories whose published rows it runs as well, whatever they call it.
         stack: Key of `trainplan.costmodel.stacks.STACKS`.
         strategy: Fields of `Strategy` that its scripts set.
         silent: Values of row fields where a row is silent, from the framework's or script's defaults.
@@ -60,6 +61,7 @@ class Framework:
     stack_of_sharded_parameters: str = ""
     stack_of_several_gpus: str = ""
     lora: Lora = QWEN_LORA
+    repos: tuple[str, ...] = ()
 
 
 UNOVERLAPPED = {"overlap_grad_reduce": False, "overlap_param_gather": False}
@@ -70,6 +72,47 @@ FRAMEWORKS = (
         "Megatron-Core of early 2026 on Transformer Engine 2.11; the launcher turns every overlap off.",
         {"attention": "cudnn", "fused_kernels": FUSED, **UNOVERLAPPED},
         pads_vocabulary=128,
+    ),
+    Framework(
+        "NeMo AutoModel",
+        "torchtitan",
+        "NeMo AutoModel of 2025 and 2026: Transformers models with fused kernels on FSDP2, cuDNN attention through "
+        "Transformer Engine, no recomputation where none is stated.",
+        {"attention": "cudnn", "compile": True},
+        {"recompute": "none", "zero_or_fsdp": "FSDP2"},
+        repos=("NVIDIA-NeMo/Automodel",),
+    ),
+    Framework(
+        "NeMo",
+        "megatron",
+        "NeMo 24.03 to 25.04 on Megatron-Core and Transformer Engine; adapters of rank 32 on the fused projection of "
+        "queries, keys and values only, its default target; tensor-parallel and data-parallel overlap.",
+        {"attention": "cudnn", "fused_kernels": FUSED, "overlap_tp": True},
+        {"recompute": "none", "zero_or_fsdp": "ZeRO-1"},
+        pads_vocabulary=128,
+        task="lora",
+        lora=Lora(rank=32, alpha=32, target_modules=("q_proj", "k_proj", "v_proj")),
+        repos=("NVIDIA/NeMo",),
+    ),
+    Framework(
+        "NeMo",
+        "megatron",
+        "NeMo 24.03 to 25.04 on Megatron-Core and Transformer Engine; its performance recipes turn on tensor-parallel "
+        "and data-parallel overlap and run without recomputation where they state none.",
+        {"attention": "cudnn", "fused_kernels": FUSED, "overlap_tp": True},
+        {"recompute": "none", "zero_or_fsdp": "ZeRO-1"},
+        pads_vocabulary=128,
+        repos=("NVIDIA/NeMo",),
+    ),
+    Framework(
+        "Megatron-Core",
+        "megatron",
+        "Megatron-Core of 2025 on Transformer Engine, as Megatron-LM's Llama example and the MoE model zoo configure "
+        "it: distributed optimizer with overlap, cuDNN or flash attention, tensor-parallel overlap.",
+        {"attention": "cudnn", "fused_kernels": FUSED, "overlap_tp": True},
+        {"recompute": "none", "zero_or_fsdp": "ZeRO-1"},
+        pads_vocabulary=128,
+        repos=("yanring/Megatron-MoE-ModelZoo", "NVIDIA/Megatron-LM/examples/llama"),
     ),
     Framework(
         "Megatron-Bridge",
@@ -199,6 +242,43 @@ FRAMEWORKS = (
         {"compile": True, "sp": True},
     ),
     Framework(
+        "torchao",
+        "torchtitan",
+        "torchtitan with torchao's float8 linear layers and torch.compile on every block, as torchao's training "
+        "documents run it.",
+        {"attention": "sdpa", "compile": True},
+        {"recompute": "none", "zero_or_fsdp": "FSDP2"},
+        repos=("pytorch/ao",),
+    ),
+    Framework(
+        "nanotron",
+        "nanotron",
+        "nanotron of early 2025: flash-attention 2 with its rotary and norm kernels, tensor parallelism with split "
+        "sequences, 1F1B, ZeRO-1 after the backward; its benchmark runs without recomputation.",
+        {"attention": "flash", "fused_kernels": FUSED, "sp": True, **UNOVERLAPPED},
+        {"recompute": "none", "zero_or_fsdp": "ZeRO-1"},
+        repos=("huggingface/nanotron",),
+    ),
+    Framework(
+        "fms-fsdp",
+        "fms-fsdp",
+        "IBM's fms-fsdp of 2024: PyTorch FSDP on its own Llama with PyTorch's flash attention, not compiled; no "
+        "recomputation where none is stated.",
+        {"attention": "sdpa"},
+        {"recompute": "none", "zero_or_fsdp": "FSDP FULL_SHARD"},
+        repos=("foundation-model-stack/fms-fsdp",),
+    ),
+    Framework(
+        "torchtune",
+        "torchtune",
+        "torchtune 0.2 to 0.6: its own eager modules, PyTorch's flash attention, FSDP2, activation checkpointing on, "
+        "rank 8 adapters on queries, values and the output projection, loss in chunks.",
+        {"attention": "sdpa", "loss_chunk": 512},
+        {"recompute": "full", "zero_or_fsdp": "FSDP2"},
+        lora=Lora(rank=8, alpha=16, target_modules=("q_proj", "v_proj", "o_proj")),
+        repos=("pytorch/torchtune",),
+    ),
+    Framework(
         "HF transformers eager + torch 2.7 SDPA backend",
         "hf-sgd",
         "NVIDIA cudnn-frontend's training script: Transformers in eager mode, pure bf16, SGD.",
@@ -207,8 +287,15 @@ FRAMEWORKS = (
 
 
 def framework(name: str, source: str, task: str | None) -> Framework | None:
-    """The entry of a row's framework, source and task; None if there is none."""
-    for entry in FRAMEWORKS:
-        if name.startswith(entry.name) and entry.source in source and entry.task in ("", task):
+    """The entry of a row's framework, source and task; None if there is none.
+
+    The repository that publishes a row speaks before the framework's name, which sources spell in many ways.
+    """
+    fitting = [entry for entry in FRAMEWORKS if entry.task in ("", task)]
+    for entry in fitting:
+        if any(f"{repo.lower()}/" in source.lower() + "/" for repo in entry.repos):
+            return entry
+    for entry in fitting:
+        if name.lower().startswith(entry.name.lower()) and entry.source in source:
             return entry
     return None

@@ -19,7 +19,7 @@ from trainplan.costmodel.cluster_config import load_cluster
 from trainplan.costmodel.errors import TrainplanError, UsageError
 from trainplan.costmodel.files import explain, read_text
 from trainplan.costmodel.hardware import Cluster
-from trainplan.costmodel.hardware_presets import default_node, node_facts
+from trainplan.costmodel.hardware_presets import default_node, gpu_names, node_facts, normal
 from trainplan.costmodel.job import Job
 from trainplan.costmodel.layout import balanced
 from trainplan.costmodel.model import MLA, MlpKind, ModelSpec, MoE
@@ -42,8 +42,14 @@ GPUS = {
     "B200-SXM": "B200-SXM-180GB",
     "B200": "B200-SXM-180GB",
     "GB200": "GB200-186GB",
+    "GB300": "GB300-288GB",
+    "B300": "B300-SXM-288GB",
+    "H100-SXM": "H100-SXM5-80GB",
+    "H100-80GB": "H100-SXM5-80GB",
+    "A100-SXM-40GB": "A100-SXM4-40GB",
 }
-"""Names that measurements use for the GPUs of `planner hardware`; a part of other power or memory type is not one."""
+"""Names that measurements use for GPUs, where they are none of `planner hardware`; a part of other power or memory type
+is not one."""
 SHARDING = (
     ("FSDP FULL_SHARD", "parameters"),
     ("FSDP SHARD_GRAD_OP", "gradients"),
@@ -55,9 +61,18 @@ SHARDING = (
     ("Megatron distributed optimizer", "optimizer"),
     ("Megatron-FSDP", "parameters"),
     ("DDP (recipes enable", "optimizer"),
+    ("FSDP", "parameters"),
+    ("HSDP", "parameters"),
+    ("DDP", "none"),
     ("none", "none"),
 )
-"""Start of ``zero_or_fsdp`` -> level."""
+"""Start of ``zero_or_fsdp`` -> level; the first that fits."""
+SHARDING_WORDS = (
+    (r"zero[- _]?3|full[_ ]shard|fully", "parameters"),
+    (r"zero[- _]?2|shard_grad_op", "gradients"),
+    (r"zero[- _]?1|distributed optimizer", "optimizer"),
+)
+"""What else names a level, where no start does."""
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe_act", "mla_up_proj")
 """Megatron's names of what selective recomputation repeats, as far as they are priced."""
 
@@ -379,7 +394,7 @@ def _node_gbit_per_s(network: str | None) -> float | None:
 
 
 def _cluster(row: Row) -> Cluster:
-    gpu = GPUS.get(row.gpu)
+    gpu = GPUS.get(row.gpu) or gpu_names().get(normal(row.gpu))
     if gpu is None:
         raise Skip(f"gpu {row.gpu!r} is not in the hardware profiles")
     per_node = row.gpus_per_node or 8
@@ -397,7 +412,9 @@ def _sharding(row: Row, dp: int) -> tuple[str, int]:
         return "none", 1
     if row.zero_or_fsdp is None:
         raise Skip("zero_or_fsdp is not published")
-    level = next((level for start, level in SHARDING if row.zero_or_fsdp.startswith(start)), None)
+    text = row.zero_or_fsdp
+    level = next((level for start, level in SHARDING if text.lower().startswith(start.lower())), None)
+    level = level or next((of for words, of in SHARDING_WORDS if re.search(words, text.lower())), None)
     if level is None:
         raise Skip(f"zero_or_fsdp {row.zero_or_fsdp!r} is not a level known here")
     over = re.search(r"over (\d+) GPUs", row.zero_or_fsdp)
@@ -420,7 +437,7 @@ def _recompute(row: Row) -> dict[str, Any]:
     text = (row.recompute or "").lower()
     if not text:
         raise Skip("recompute is not published")
-    if text.startswith("none"):
+    if text.startswith(("none", "no ", "off", "false")) or text == "no":
         return {}
     if text.startswith("full"):
         return {"recompute": "full"}

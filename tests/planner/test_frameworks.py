@@ -34,3 +34,13 @@ def test_adapters_are_those_of_the_scripts() -> None:
     assert qwen is not None
     assert bridge.lora.target_modules == ("q_proj", "k_proj", "v_proj")
     assert (qwen.lora.rank, len(qwen.lora.target_modules)) == (64, 7)
+
+
+def test_a_repository_tells_what_its_rows_ran() -> None:
+    """Whatever they call it; and a longer repository name is not taken for a shorter one."""
+    for entry in FRAMEWORKS:
+        for repo in entry.repos:
+            assert framework("as published", f"github:{repo}/docs/x.md@0123", entry.task or "pretrain") is entry
+    bridge = framework("Megatron-Bridge/Megatron-Core", "github:NVIDIA-NeMo/Megatron-Bridge/docs/x.md", "pretrain")
+    assert bridge is not None
+    assert bridge.name == "Megatron-Bridge"

@@ -97,6 +97,49 @@ def test_what_is_not_determined_is_skipped_by_name(changes: dict[str, Any], reas
 
 
 @pytest.mark.parametrize(
+    ("name", "source", "gpu"),
+    [
+        ("NeMo 24.12", "github:NVIDIA/NeMo/docs/performance.md", "H100-SXM-80GB"),
+        ("Megatron-Core", "github:yanring/Megatron-MoE-ModelZoo/README.md", "GB300"),
+        ("Megatron-LM", "github:NVIDIA/Megatron-LM/examples/llama/README.md", "H100"),
+        ("NeMo AutoModel", "github:NVIDIA-NeMo/Automodel/docs/performance-summary.md", "B300"),
+        ("torchtitan + torchao", "github:pytorch/ao/torchao/float8/README.md", "MI300X"),
+        ("nanotron", "github:huggingface/nanotron/docs/benchmark_summary.svg", "H100-SXM-80GB"),
+        ("FSDP", "github:foundation-model-stack/fms-fsdp/README.md", "A100-SXM-80GB"),
+        ("torchtune", "github:pytorch/torchtune/README.md", "RTX 4090"),
+    ],
+)
+def test_rows_of_known_sources_are_predicted(name: str, source: str, gpu: str) -> None:
+    """Llama-3-8B on eight GPUs of a kind, data parallel, where the source leaves recomputation and sharding open."""
+    llama = {
+        "name": "Llama-3-8B", "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "ffn": 14336,
+        "vocab": 128256, "gated_mlp": True, "moe": None,
+    }  # fmt: skip
+    (result,) = predict(
+        row(
+            model=llama,
+            framework=name,
+            source_url_or_repo_path=source,
+            gpu=gpu,
+            n_gpus=8,
+            tp=1,
+            pp=1,
+            vpp=None,
+            dp=8,
+            seq=4096,
+            gbs=32,
+            mbs=1,
+            sp=None,
+            precision="bf16",
+            recompute=None,
+            zero_or_fsdp=None,
+        )
+    )
+    assert "skipped" not in result, result
+    assert 0.2 < result["predicted"] < 60
+
+
+@pytest.mark.parametrize(
     ("network", "gbit_per_s_and_gpu"),
     [
         ("DGX-A100 cluster, 8x HDR IB (Selene class)", 200),  # InfiniBand HDR: 200 Gbit/s an adapter, one for each GPU
