@@ -39,8 +39,6 @@ FIXED_S = 5e-6
 """Launch, prologue and epilogue, where a table does not say more. Most begin at 50 us and cannot tell 2 from 8."""
 SMS: Mapping[str, int] = {
     **PROCESSORS,
-    "B300-SXM-288GB": 148,
-    "GB300-288GB": 148,
     "L40S": 142,
     "L4": 58,
     "RTX-4090": 128,

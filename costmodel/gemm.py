@@ -43,8 +43,12 @@ PROCESSORS = {
     "H20-SXM5-96GB": 78,
     "B200-SXM-180GB": 148,
     "GB200-186GB": 148,
+    "B300-SXM-288GB": 148,
+    "GB300-288GB": 148,
 }
 """Streaming multiprocessors, from NVIDIA's architecture papers; Blackwell counts both dies."""
+SAME_UNITS = {"sm_103": "sm_100"}
+"""Architectures with the tiles and pipelines of another: Blackwell Ultra has more 4-bit units, nothing else."""
 SAME_DIE = {
     "A100-SXM4-40GB": "A100-SXM4-80GB",  # 1,555 instead of 2,039 GB/s
     "A800-SXM4-80GB": "A100-SXM4-80GB",  # slower NVLink, nothing else
@@ -255,7 +259,7 @@ def _model(
             memory = device_preset(name).memory_bytes_per_s.value / device_preset(die).memory_bytes_per_s.value
             base = replace(base, bytes_per_s=base.bytes_per_s * memory)
         return GemmModel(base, element, correction, "measured" if die == name else "fitted", accumulate, group_rows)
-    generic, processors = fits["generic"].get(arch), PROCESSORS.get(name, 0)
+    generic, processors = fits["generic"].get(SAME_UNITS.get(arch, arch)), PROCESSORS.get(name, 0)
     if generic is None or not processors:
         base = Base(0, flops_per_s, 0.0, 0.0, bytes_per_s, overhead_s)
     else:

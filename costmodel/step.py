@@ -13,8 +13,9 @@ import numpy as np
 
 from trainplan.costmodel.durations import COMPUTE_PARTS, INLINE_PARTS, Durations, durations
 from trainplan.costmodel.estimate import Estimate, Interval
-from trainplan.costmodel.factors import DIES, scopes, shipped
+from trainplan.costmodel.factors import scopes, shipped
 from trainplan.costmodel.graph import Work
+from trainplan.costmodel.hardware_presets import gpu_facts
 from trainplan.costmodel.job import Job
 from trainplan.costmodel.layout import Layout, layout
 from trainplan.costmodel.memory import RankBytes, own_parameters, rank_bytes, stage_memory
@@ -98,7 +99,7 @@ def assumed_rates(job: Job, stack: Stack, strategy: Strategy, draws: int = 0) ->
     """
     stated = rates(job.cluster, job.workload.precision, draws)
     device = job.cluster.device
-    if device.kind == "cpu" or device.name not in DIES:
+    if device.kind == "cpu" or device.name not in gpu_facts():
         return stated
     return stated.slowed(shipped().at(scopes(job.cluster, stack, strategy), draws))
 
