@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -15,15 +15,16 @@ from trainplan.costmodel.durations import COMPUTE_PARTS, INLINE_PARTS, Durations
 from trainplan.costmodel.estimate import Estimate, Interval
 from trainplan.costmodel.factors import scopes, shipped
 from trainplan.costmodel.graph import Work
+from trainplan.costmodel.hardware import Precision
 from trainplan.costmodel.hardware_presets import gpu_facts
 from trainplan.costmodel.job import Job
 from trainplan.costmodel.layout import Layout, layout
 from trainplan.costmodel.memory import RankBytes, own_parameters, rank_bytes, stage_memory
 from trainplan.costmodel.packing import useful_token_frac
-from trainplan.costmodel.rates import DRAWS, RESIDUAL_LOG_SD, Rates, rates
+from trainplan.costmodel.rates import DRAWS, RESIDUAL_LOG_SD, Rates, Value, rates
 from trainplan.costmodel.simulate import critical_path, step_seconds
 from trainplan.costmodel.stacks import STACKS, Stack
-from trainplan.costmodel.strategy import Strategy, StrategyTable
+from trainplan.costmodel.strategy import CHOICES, Strategy, StrategyTable
 from trainplan.costmodel.units import unit_seconds
 from trainplan.costmodel.work import LINEAR_CHUNK, Column, Shapes, attended_causal
 
@@ -75,12 +76,12 @@ def price(job: Job, backend: str, table: StrategyTable, of: Rates | None = None)
         job: Model, cluster and workload.
         backend: Whose software stack runs it.
         table: The strategies, legal for the job.
-        of: Rates to use; None = `assumed_rates`.
+        of: Rates to use; None = `table_rates`.
     """
     stack = STACKS[backend]
     first = table.row(0)
     place = layout(job, first)
-    units = unit_seconds(job, stack, table, of or assumed_rates(job, stack, first))
+    units = unit_seconds(job, stack, table, of or table_rates(job, stack, table))
     shapes = Shapes(job, table, stack)
     own = [own_parameters(shapes, place, [stage]) for stage in range(place.num_stages)]
     return Priced(job, stack, table, place, durations(first, stack, place, units, own))
@@ -102,6 +103,22 @@ def assumed_rates(job: Job, stack: Stack, strategy: Strategy, draws: int = 0) ->
     if device.kind == "cpu" or device.name not in gpu_facts():
         return stated
     return stated.slowed(shipped().at(scopes(job.cluster, stack, strategy), draws))
+
+
+def table_rates(job: Job, stack: Stack, table: StrategyTable) -> Rates:
+    """`assumed_rates` of strategies that may differ in attention: each kernel has a factor of its own."""
+    first, codes = table.row(0), table["attention"]
+    found = {
+        int(code): assumed_rates(job, stack, first.model_copy(update={"attention": CHOICES["attention"][code]}))
+        for code in np.unique(codes)
+    }
+    if len(found) == 1:
+        return next(iter(found.values()))
+    attention: dict[Precision, Value] = {
+        precision: np.select([codes == code for code in found], [of.attention[precision] for of in found.values()])
+        for precision in next(iter(found.values())).attention
+    }
+    return replace(next(iter(found.values())), attention=attention)
 
 
 def critical_seconds(job: Job, backend: str, strategy: Strategy) -> dict[str, float]:

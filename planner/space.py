@@ -29,10 +29,10 @@ VIRTUAL = (1, 2, 3, 4, 6, 8)
 LOSS_CHUNKS = (0, 2048)
 SHAPE_FIELDS = (
     "schedule", "pp", "vpp", "stage_layers", "grad_accum", "sharding", "reshard_after_forward", "prefetch_units",
-    "attention", "precision",
+    "precision",
 )  # fmt: skip
 """What the strategies of a group share: it decides the shape of a step's graph, but for `recompute_layers`, and which
-factors slow their kernels."""
+factors slow their products."""
 COARSE = ("tp", "cp", "dp_replicate", "dp_shard", "ep", "etp", "micro_batch_size")
 RECOMPUTE = ("recompute", "recompute_modules")
 """Fields of one axis: a kind, and what it names."""
@@ -149,14 +149,14 @@ class Space:
                 yield from self.groups(every)
             return
         alone = family.coarse["dp_shard"] == 1
-        shared = product(self._sharding(), self._stage_layers(family), self._attention(), self.precisions())
-        for (sharding, reshard, prefetch), layers, attention, precision in shared:
+        shared = product(self._sharding(), self._stage_layers(family), self.precisions())
+        for (sharding, reshard, prefetch), layers, precision in shared:
             rows = np.flatnonzero(alone == (sharding == "none"))
             if not len(rows):
                 continue
             values = (
                 family.schedule, family.pp, family.vpp, layers, family.grad_accum, sharding, reshard, prefetch,
-                attention, precision,
+                precision,
             )  # fmt: skip
             meshes = family.take(rows)
             yield Group(meshes, self._grid(dict(zip(SHAPE_FIELDS, values, strict=True)), meshes))
@@ -168,7 +168,7 @@ class Space:
         kinds = [sharding for sharding, _, _ in self._sharding()]
         unsharded = kinds.count("none")
         per_mesh = np.where(alone, unsharded, len(kinds) - unsharded)
-        shared = len(self._stage_layers(family)) * len(self._attention()) * len(self.precisions())
+        shared = len(self._stage_layers(family)) * len(self.precisions())
         return int(np.sum(per_mesh * combinations)) * shared
 
     def _canonical_counts(self, family: Family) -> np.ndarray:
@@ -240,9 +240,6 @@ class Space:
         even = balanced(self.job.model, family.pp * family.vpp)
         return [even if sizes is None else sizes for sizes in self._stage_layers(family)]
 
-    def _attention(self) -> tuple[str, ...]:
-        return self.options("attention", CHOICES["attention"])
-
     def precisions(self) -> tuple[str, ...]:
         """Arithmetic to try: the job's, and fp8 where lossy numerics are allowed."""
         precision, lossy = self.job.workload.precision, "lossy" in self.pins.allow
@@ -278,6 +275,7 @@ class Space:
             "loss_chunk": LOSS_CHUNKS,
             "reduce_dtype": ("fp32", *(("bf16",) if rounding else ()), *(("int8",) if lossy else ())),
             "compile": (False, True),
+            "attention": CHOICES["attention"],
             "fused_kernels": ((),),
             "overlap_grad_reduce": (True,),
             "overlap_param_gather": (True,),

@@ -11,7 +11,7 @@ import numpy as np
 from trainplan.costmodel.job import Job
 from trainplan.costmodel.rates import Rates
 from trainplan.costmodel.stacks import STACKS, Stack
-from trainplan.costmodel.step import assumed_rates
+from trainplan.costmodel.step import table_rates
 from trainplan.costmodel.strategy import StrategyTable
 from trainplan.costmodel.units import (
     Computed,
@@ -31,7 +31,7 @@ MESH = ("tp", "cp", "ep", "etp", "micro_batch_size")
 
 @dataclass(frozen=True)
 class Page:
-    """Computation of every mesh under the factors of one attention and precision, and the least of each mesh.
+    """Computation of every mesh in one precision, and the least of each mesh.
 
     ``fewest``: seconds of (a layer's forward, its backward, head and loss) on each mesh at the best of all other knobs.
     """
@@ -54,7 +54,7 @@ class UnitBook:
         every = np.concatenate(meshes, axis=1) if meshes else np.ones((len(MESH), 0), dtype=np.int64)
         self._meshes = np.unique(every, axis=1)
         self._place = {tuple(mesh): i for i, mesh in enumerate(self._meshes.T.tolist())}
-        self._pages: dict[tuple[int, int], Page] = {}
+        self._pages: dict[int, Page] = {}
         self._shared: dict[tuple[int, int, int], SharedUnits] = {}
         for family in islice(space.families(), 1):
             for group in space.groups(family):
@@ -81,8 +81,8 @@ class UnitBook:
         return forward, backward, head
 
     def _page(self, table: StrategyTable) -> Page:
-        """Computation under the attention and precision of a group's grid."""
-        key = int(table["attention"]), int(table["precision"])
+        """Computation in the precision of a group's grid."""
+        key = int(table["precision"])
         if key not in self._pages:
             self._pages[key] = self._priced(table)
         return self._pages[key]
@@ -115,7 +115,7 @@ class UnitBook:
         for name in ("dp_replicate", "dp_shard"):  # computation does not depend on them
             columns[name] = np.ones((), dtype=np.int64)
         grid = replace(table, columns=columns)
-        rates = assumed_rates(self.job, self.stack, table.row(0))
+        rates = table_rates(self.job, self.stack, grid)
         computed = computed_units(self.job, self.stack, grid, rates)
         kinds = self.job.model.layer_kinds()
         forward = sum((kinds.count(k) * _least(of, "forward") for k, of in computed.layers.items()), start=np.zeros(()))

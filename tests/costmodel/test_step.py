@@ -206,3 +206,16 @@ def test_the_longest_path_is_the_derivative_of_the_step() -> None:
         slower = dict(priced.work.seconds) | {kind: priced.work.seconds[kind] * (1 + 1e-6)}
         longer = float(step_seconds(priced.work.graph, priced.work.graph.classes.durations(slower))[0])
         assert (longer - step) / 1e-6 == pytest.approx(found.get(kind.name.lower(), 0.0), rel=1e-3, abs=1e-6)
+
+
+def test_strategies_with_different_attention_are_priced_together_as_each_alone() -> None:
+    """Every kernel has a factor of its own, so one's must not price the other."""
+    of = job(load_cluster("8xH100"), gbs=8)
+    strategies = [
+        Strategy(**{**MEGATRON, "dp_replicate": 8, "attention": kind})  # type: ignore[arg-type]
+        for kind in ("eager", "flash", "cudnn")
+    ]
+    together = price(of, "megatron", StrategyTable.from_strategies(strategies)).step_s()
+    alone = [float(price(of, "megatron", StrategyTable.from_strategies([s])).step_s()[0]) for s in strategies]
+    assert together.tolist() == pytest.approx(alone, rel=1e-12)
+    assert len(set(alone)) == 3
