@@ -254,9 +254,9 @@ class Space:
         return [(kind, names) for kind in kinds for names in (modules if kind == "selective" else ((),))]
 
     def _recompute_layers(self, family: Family) -> tuple[tuple[int, ...], ...]:
-        """All layers of every stage, or a quarter, half or three quarters of them."""
+        """All layers of every stage, or a quarter, half or three quarters of the shortest one's in each."""
         layers = balanced(self.job.model, family.pp * family.vpp)
-        parts = dict.fromkeys(tuple(n * quarter // 4 for n in layers) for quarter in (1, 2, 3))
+        parts = dict.fromkeys((min(layers) * quarter // 4,) * len(layers) for quarter in (1, 2, 3))
         return self.options("recompute_layers", ((), *(p for p in parts if 0 < sum(p) < sum(layers))))
 
     @cached_property

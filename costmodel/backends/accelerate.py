@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from trainplan.costmodel.backends.common import NO_LINEAR_CP, RULES, VOCAB, kv_heads
-from trainplan.costmodel.backends.rules import Backend
+from trainplan.costmodel.backends.common import EAGER_CP, NO_LINEAR_CP, RULES, VOCAB, kv_heads
+from trainplan.costmodel.backends.rules import Backend, Rule
+
+_REPLICAS_ALONE = Rule(
+    "replicas_alone",
+    lambda job, t: (t["tp"] * t["cp"] == 1) | (t["dp_replicate"] == 1) | (t["dp_shard"] > 1),
+    lambda job, s: (
+        f"tp={s.tp}, cp={s.cp} with dp_replicate={s.dp_replicate} and dp_shard=1: ParallelismConfig replicates only "
+        "sharded groups beside tp or cp. Use dp_shard above 1."
+    ),
+)
 
 BACKEND = Backend(
     name="accelerate",
@@ -52,5 +61,5 @@ BACKEND = Backend(
         "loader_workers": {0},
         "checkpoint_mode": {"sync"},
     },
-    rules=(*RULES, kv_heads(replicate=False), VOCAB, NO_LINEAR_CP),
+    rules=(*RULES, kv_heads(replicate=False), VOCAB, NO_LINEAR_CP, _REPLICAS_ALONE, EAGER_CP),
 )

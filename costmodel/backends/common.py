@@ -320,6 +320,18 @@ RESHARD = Rule(
     ),
 )
 
+EAGER_CP = Rule(
+    "attention_cp",
+    lambda job, t: (t["cp"] == 1) | ~t.chosen("attention", "eager"),
+    lambda job, s: f"attention eager with cp={s.cp}: it needs the whole sequence on one rank. Use another, or cp=1.",
+)
+
+ASYNC_TP_NEEDS_SP = Rule(
+    "overlap_tp",
+    lambda job, t: ~t["overlap_tp"] | t["sp"],
+    lambda job, s: "overlap_tp without sp: there is no gather or scatter of the sequence to overlap. Set sp.",
+)
+
 RULES: tuple[Rule, ...] = (
     Rule("world_size", _world, _world_reason),
     Rule("global_batch", _batch, _batch_reason),

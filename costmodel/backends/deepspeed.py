@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainplan.costmodel.backends.common import RULES, VOCAB, kv_heads
+from trainplan.costmodel.backends.common import EAGER_CP, RULES, VOCAB, kv_heads
 from trainplan.costmodel.backends.rules import Backend, Rule
 
 _AUTOTP_ZERO = Rule(
@@ -16,6 +16,14 @@ _OFFLOAD_SHARDING = Rule(
     lambda job, t: ~t["optimizer_offload"] | t.at_least("sharding", "optimizer"),
     lambda job, s: (
         "optimizer_offload without sharding: ZeRO-Offload moves a sharded state. Use sharding optimizer or above."
+    ),
+)
+
+_ZERO3_RESHARDS = Rule(
+    "zero3_reshards",
+    lambda job, t: ~t.at_least("sharding", "parameters") | t["reshard_after_forward"],
+    lambda job, s: (
+        "sharding parameters without reshard_after_forward: ZeRO stage 3 frees gathered parameters after use. Set it."
     ),
 )
 
@@ -53,5 +61,5 @@ BACKEND = Backend(
         "loader_workers": {0},
         "checkpoint_mode": {"sync"},
     },
-    rules=(*RULES, kv_heads(replicate=False), VOCAB, _AUTOTP_ZERO, _OFFLOAD_SHARDING),
+    rules=(*RULES, kv_heads(replicate=False), VOCAB, _AUTOTP_ZERO, _OFFLOAD_SHARDING, _ZERO3_RESHARDS, EAGER_CP),
 )

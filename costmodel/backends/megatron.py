@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainplan.costmodel.backends.common import RULES, kv_heads, micro_batches
+from trainplan.costmodel.backends.common import ASYNC_TP_NEEDS_SP, EAGER_CP, RULES, kv_heads, micro_batches
 from trainplan.costmodel.backends.rules import Backend, Rule
 
 _ZERO_PP = Rule(
@@ -25,6 +25,27 @@ _ETP = Rule(
     "etp",
     lambda job, t: (t["etp"] == 1) | (t["etp"] == t["tp"]),
     lambda job, s: f"etp={s.etp}: experts are split over the tp={s.tp} group or not at all. Use etp in [1, {s.tp}].",
+)
+
+_RECOMPUTE_LAYERS = Rule(
+    "recompute_layers",
+    lambda job, t: (
+        t.mapped("recompute_layers", lambda v: len(set(v)) <= 1)
+        & ((t.mapped("recompute_layers", len) == 0) | t.chosen("recompute", "full"))
+    ),
+    lambda job, s: (
+        f"recompute_layers={list(s.recompute_layers)} with recompute {s.recompute}: --recompute-num-layers is one "
+        "number for all stages, and for full only. Use equal counts with recompute full, or leave them out."
+    ),
+)
+
+_OFFLOAD_SHARDING = Rule(
+    "offload_sharding",
+    lambda job, t: ~t["optimizer_offload"] | t.at_least("sharding", "optimizer"),
+    lambda job, s: (
+        "optimizer_offload without sharding: --optimizer-cpu-offload needs the distributed optimizer. Use sharding "
+        "optimizer or above."
+    ),
 )
 
 BACKEND = Backend(
@@ -79,5 +100,9 @@ BACKEND = Backend(
         _ZERO_PP,
         _MOE_TP_SP,
         _ETP,
+        _RECOMPUTE_LAYERS,
+        _OFFLOAD_SHARDING,
+        ASYNC_TP_NEEDS_SP,
+        EAGER_CP,
     ),
 )

@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
-from trainplan.costmodel.backends.common import NO_LINEAR_CP, NO_TIED_PP, RULES, VOCAB, kv_heads, micro_batches
+from trainplan.costmodel.backends.common import (
+    ASYNC_TP_NEEDS_SP,
+    NO_LINEAR_CP,
+    NO_TIED_PP,
+    RULES,
+    VOCAB,
+    kv_heads,
+    micro_batches,
+)
 from trainplan.costmodel.backends.rules import Backend, Rule
 
 _SP = Rule(
     "sp",
-    lambda job, t: t["sp"] == (t["tp"] > 1),
+    lambda job, t: ~t["sp"] | (t["tp"] > 1),
+    lambda job, s: f"sp with tp={s.tp}: only a tensor-parallel group shards the sequence. Leave sp out.",
+)
+
+_EXPERT_MESH = Rule(
+    "expert_mesh",
+    lambda job, t: (t["ep"] == 1) | (t["dp_shard"] * t["cp"] * t["tp"] % t["ep"] == 0),
     lambda job, s: (
-        f"sp={s.sp} with tp={s.tp}: its tensor-parallel plan always shards the sequence. Set sp with tp above 1."
+        f"ep={s.ep} must divide dp_shard*cp*tp = {s.dp_shard}*{s.cp}*{s.tp}: experts are spread within a sharded "
+        "group, never over replicas. Use more dp_shard or less ep."
     ),
+)
+
+_ASYNC_TP_COMPILE = Rule(
+    "async_tp_compile",
+    lambda job, t: ~t["overlap_tp"] | t["compile"],
+    lambda job, s: "overlap_tp without compile: async tensor parallelism is a pass of torch.compile. Set compile.",
 )
 
 BACKEND = Backend(
@@ -49,5 +70,8 @@ BACKEND = Backend(
         NO_TIED_PP,
         NO_LINEAR_CP,
         _SP,
+        _EXPERT_MESH,
+        _ASYNC_TP_COMPILE,
+        ASYNC_TP_NEEDS_SP,
     ),
 )
