@@ -25,9 +25,9 @@ from trainplan.costmodel.job import Job
 from trainplan.costmodel.model_config import load_model
 from trainplan.costmodel.workload import Workload
 from trainplan.planner.board import Board, Counts, Progress
+from trainplan.planner.sampling import SamplerName, sample
 from trainplan.planner.search import Pins, tune
 from trainplan.planner.space import Space
-from trainplan.planner.study import SamplerName, sample
 
 PROBLEMS = {
     "qwen3-32b": ("Qwen/Qwen3-32B", "64xH100", 4096, 512),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -32,6 +35,11 @@ class Candidate:
     strategy: Strategy
     step_s: float
     device_bytes: float
+
+    @cached_property
+    def rank(self) -> tuple[float, int, str]:
+        """Its place among others: by step time, then the simpler strategy, then the smaller text of it."""
+        return float(f"{self.step_s:.9g}"), complexity(self.strategy), self.strategy.model_dump_json()
 
 
 @dataclass
@@ -64,6 +72,20 @@ class Counts:
         kept = [other for other in self.nearest if other not in same]
         self.nearest = sorted([*kept, candidate], key=lambda of: of.device_bytes)[:NEAREST]
 
+    def copy(self) -> Counts:
+        """The counts as they are now."""
+        return replace(self, illegal=Counter(self.illegal), nearest=list(self.nearest))
+
+    def merge(self, other: Counts) -> None:
+        """Add what became of other strategies of the same space; ``covered`` stays."""
+        self.illegal.update(other.illegal)
+        self.infeasible += other.infeasible
+        self.feasible += other.feasible
+        self.simulated += other.simulated
+        for candidate in other.nearest:
+            self.too_large(candidate)
+        self.refused = self.refused or other.refused
+
     @property
     def looked_at(self) -> int:
         """Strategies that were refused or priced one by one."""
@@ -83,15 +105,21 @@ def _place(s: Strategy) -> tuple[object, ...]:
 
 
 class Board:
-    """The best ``top`` candidates; ties go to the simpler strategy, then to the smaller text of it."""
+    """The best ``top`` candidates; ties go to the simpler strategy, then to the smaller text of it.
 
-    def __init__(self, top: int) -> None:
-        self.top, self.candidates = top, list[Candidate]()
+    ``at_most_s``: step time above which a candidate is of no interest.
+    """
+
+    def __init__(self, top: int, candidates: Iterable[Candidate] = (), at_most_s: float = np.inf) -> None:
+        self.top, self.at_most_s = top, at_most_s
+        self.candidates = sorted(candidates, key=_rank)[:top]
 
     @property
     def threshold_s(self) -> float:
         """Step time that a candidate must not exceed to be of interest."""
-        return self.candidates[-1].step_s if len(self.candidates) >= self.top else np.inf
+        if len(self.candidates) < self.top:
+            return self.at_most_s
+        return min(self.at_most_s, self.candidates[-1].step_s) if self.candidates else 0.0
 
     @property
     def best_s(self) -> float | None:
@@ -100,10 +128,9 @@ class Board:
 
     def add(self, candidate: Candidate) -> None:
         """Put a candidate in its place."""
-        self.candidates.append(candidate)
-        self.candidates.sort(key=_rank)
+        insort(self.candidates, candidate, key=_rank)
         del self.candidates[self.top :]
 
 
-def _rank(c: Candidate) -> tuple[float, int, str]:
-    return (float(f"{c.step_s:.9g}"), complexity(c.strategy), c.strategy.model_dump_json())
+def _rank(candidate: Candidate) -> tuple[float, int, str]:
+    return candidate.rank

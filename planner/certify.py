@@ -1,20 +1,19 @@
-"""Which strategy is fastest, and how sure is that? Best-first branch and bound with cuts.
+"""Which strategies of a family may be among the best, and how sure is that? Bounds, simulation and cuts.
 
-Families are taken in the order of a bound that knows only their meshes. A family's groups are bounded as grids; what
-may still win is priced strategy by strategy, in the order of the bounds: does it fit, and what does the simulation say?
-The critical path of a simulated strategy is a *cut*: as a sum of durations it bounds every strategy of the same graph,
-so few are ever simulated. Nothing is left out but what a bound excludes.
+A family's groups are bounded as grids; what may still win is priced strategy by strategy, in the order of the bounds:
+does it fit, and what does the simulation say? The critical path of a simulated strategy is a *cut*: as a sum of
+durations it bounds every strategy of the same graph, so few are ever simulated. Nothing is left out but what a bound
+excludes. `trainplan.planner.rounds` takes the families in the order of a bound that knows only their meshes.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from trainplan.costmodel.bounds import FUSED_BACKWARD, lower_bound_s
+from trainplan.costmodel.bounds import lower_bound_s
 from trainplan.costmodel.compiled import load
 from trainplan.costmodel.durations import durations
 from trainplan.costmodel.graph import Graph
@@ -26,7 +25,7 @@ from trainplan.costmodel.step import memory_limit
 from trainplan.costmodel.strategy import StrategyTable
 from trainplan.costmodel.units import Units
 from trainplan.costmodel.work import Shapes
-from trainplan.planner.board import NEAREST, Board, Candidate, Counts, Progress
+from trainplan.planner.board import NEAREST, Board, Candidate, Counts
 from trainplan.planner.space import Family, Group, Space, count_true
 from trainplan.planner.unit_book import UnitBook
 
@@ -68,7 +67,7 @@ class Rows:
 
 @dataclass
 class Certifier:
-    """A search of one space.
+    """A search of families.
 
     Attributes:
         space: All strategies.
@@ -76,8 +75,8 @@ class Certifier:
         board: Where the best are put.
         counts: What became of the strategies.
         gap_frac: Nothing is looked for that is better than the last of the board by no more than this share.
-        report: Called now and then.
         cuts: Paths that are known already.
+        log: The best of what was simulated, whether or not it came on the board.
     """
 
     space: Space
@@ -85,8 +84,8 @@ class Certifier:
     board: Board
     counts: Counts
     gap_frac: float = 0.0
-    report: Callable[[Progress], None] = lambda progress: None
     cuts: Cuts = field(default_factory=Cuts)
+    log: Board = field(default_factory=lambda: Board(0))
     _levels: int = 0
     """Levels of graphs that were simulated."""
 
@@ -95,24 +94,16 @@ class Certifier:
         """Model, cluster and workload."""
         return self.space.job
 
-    def run(self) -> None:
-        """Fill the board."""
-        heap: list[tuple[float, int, Family, np.ndarray]] = []
-        for family in self.space.families():
-            self.counts.covered += self.space.count(family)
-            bound = mesh_bound_s(self.space, self.book, family)
-            heapq.heappush(heap, (float(bound.min()), len(heap), family, bound))
-        while heap and heap[0][0] < self.limit_s:
-            _, _, family, bound = heapq.heappop(heap)
-            meshes = family.take(np.flatnonzero(bound < self.limit_s))
-            for group in self.space.groups(meshes):
-                self._search(group)
-            self.report(Progress("searching", self.counts.looked_at, self.counts.covered, self.board.best_s))
+    def search(self, family: Family, mesh_bound_s: np.ndarray) -> None:
+        """Put the best of a family on the board; ``mesh_bound_s`` is a bound of each of its meshes."""
+        meshes = family.take(np.flatnonzero(mesh_bound_s < self.limit_s))
+        for group in self.space.groups(meshes):
+            self._search(group)
 
     @property
     def limit_s(self) -> float:
         """A bound from which on a strategy is of no interest."""
-        return self.board.threshold_s * (1 + ROUNDING - self.gap_frac)
+        return limit_s(self.board, self.gap_frac)
 
     @property
     def _memory_limit(self) -> float:
@@ -184,6 +175,8 @@ class Certifier:
                 return
             step_s, path = self._play(graph, columns[best])
             self.cuts.add(graph, path)
+            if step_s < self.log.threshold_s:
+                self.log.add(Candidate(rows.table.row(best), step_s, float(device[best])))
             for row in np.flatnonzero((columns == columns[best]).all(axis=1) & (bound < np.inf)):
                 if step_s <= self.board.threshold_s * (1 + ROUNDING):
                     self.board.add(Candidate(rows.table.row(int(row)), step_s, float(device[row])))
@@ -202,6 +195,11 @@ class Certifier:
         least = int(np.argmin(device))
         if len(self.counts.nearest) < NEAREST or device[least] < self.counts.nearest[-1].device_bytes:
             self.counts.too_large(Candidate(table.row(least), np.inf, float(device[least])))
+
+
+def limit_s(board: Board, gap_frac: float) -> float:
+    """A bound from which on a strategy is of no interest to a board."""
+    return board.threshold_s * (1 + ROUNDING - gap_frac)
 
 
 def rows_of(job: Job, book: UnitBook, group: Group, flat: np.ndarray) -> Iterator[Rows]:
@@ -230,20 +228,3 @@ def _meshes_with(group: Group, rows: np.ndarray) -> tuple[Group, np.ndarray]:
         return group, rows
     meshes = np.flatnonzero(some)
     return group.take(meshes), rows[meshes]
-
-
-def mesh_bound_s(space: Space, book: UnitBook, family: Family) -> np.ndarray:
-    """Seconds that no strategy on each mesh of a family can beat.
-
-    All layers shared out evenly over the ranks; or the work of the rank with the head, which waits for one forward of
-    each stage before it and, where backwards are whole, is waited for by one backward of each.
-    """
-    forward, backward, head = book.least_s(book.rows(family))
-    pp, m, model = family.pp, family.grad_accum, space.job.model
-    bound = m * (model.num_layers * (forward + backward) + head) / pp
-    if len(set(model.layer_kinds())) == 1:  # then the mean layer is every layer
-        fewest = min(min(sizes) for sizes in space.stage_sizes(family))
-        whole, in_line = family.schedule in FUSED_BACKWARD, family.schedule not in ("zbv", "dualpipev")
-        fill = in_line * (pp - 1) * fewest * (forward + whole * backward)
-        bound = np.maximum(bound, fill + m * (fewest * family.vpp * (forward + backward) + head))
-    return np.asarray(bound)

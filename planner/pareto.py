@@ -8,9 +8,11 @@ from trainplan.costmodel.backends import backend
 from trainplan.costmodel.job import Job
 from trainplan.costmodel.step import memory_limit
 from trainplan.planner.board import Board, Candidate, Counts
-from trainplan.planner.certify import Certifier, Cuts
+from trainplan.planner.certify import Cuts
+from trainplan.planner.rounds import Rounds
 from trainplan.planner.space import Pins, Space
 from trainplan.planner.unit_book import UnitBook
+from trainplan.planner.workers import Here
 
 SMALLER_FRAC = 0.02
 """How much less memory the next point of a front must need: a finer step is below what memory is predicted to."""
@@ -32,7 +34,7 @@ def front(job: Job, backend_name: str, pins: Pins, *, points: int, gap_frac: flo
     for _ in range(points):
         kept = Space(job, space.backend, pins.model_copy(update={"memory_limit_bytes": limit}))
         board = Board(1)
-        Certifier(kept, book.within(kept), board, Counts(), gap_frac, cuts=cuts).run()
+        Rounds(Here(kept, book.within(kept), cuts), board, Counts(), gap_frac).run()
         if not board.candidates:
             return
         yield board.candidates[0]

@@ -15,9 +15,10 @@ from trainplan.costmodel.errors import TrainplanError
 from trainplan.costmodel.job import Job
 from trainplan.costmodel.workload import Lora
 from trainplan.planner.board import Board, Candidate, Counts
-from trainplan.planner.certify import Certifier
+from trainplan.planner.rounds import Rounds
 from trainplan.planner.space import Pins, Space
 from trainplan.planner.unit_book import UnitBook
+from trainplan.planner.workers import Here
 
 SHORTEST = 256
 """Tokens below which a shorter sequence is no advice."""
@@ -57,7 +58,7 @@ def _some_plan(job: Job, backend_name: str, pins: Pins) -> Candidate | None:
     space, board = Space(job, backend(backend_name), pins), Board(1)
     if space.backend.refusals(job):
         return None
-    Certifier(space, UnitBook(space), board, Counts(), ROUGH_FRAC).run()
+    Rounds(Here(space, UnitBook(space)), board, Counts(), ROUGH_FRAC).run()
     return board.candidates[0] if board.candidates else None
 
 

@@ -15,12 +15,11 @@ from trainplan.costmodel.plan import SearchRecord
 from trainplan.costmodel.step import estimate, memory_limit, price
 from trainplan.costmodel.strategy import StrategyTable
 from trainplan.planner.board import Board, Candidate, Counts, Progress
-from trainplan.planner.certify import Certifier
+from trainplan.planner.enumeration import Stopped, enumerate_all
 from trainplan.planner.remedies import remedies
 from trainplan.planner.space import Pins, Space
-from trainplan.planner.unit_book import UnitBook
 
-__all__ = ["Candidate", "Pins", "Progress", "Result", "tune"]
+__all__ = ["Candidate", "Pins", "Progress", "Result", "Stopped", "tune"]
 
 Engine = Literal["enumerate", "optuna"]
 
@@ -52,8 +51,11 @@ def tune(
     trials: int = 200,
     seed: int = 0,
     study_path: Path | None = None,
+    rescue_path: Path | None = None,
+    resume: bool = False,
     top: int = 20,
     gap_frac: float = 0.0,
+    workers: int = 1,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Result:
     """The best strategies of a job on a backend.
@@ -65,13 +67,18 @@ def tune(
         engine: ``enumerate`` covers everything and proves its answer; ``optuna`` samples coarse knobs.
         trials: Trials of the optuna engine.
         seed: Of the optuna engine; the other has no randomness.
-        study_path: Journal file that keeps an Optuna study of the search; an existing one of the same job is resumed.
+        study_path: File of an Optuna study that keeps the search; what is found is added to an existing one.
+        rescue_path: Where an interrupted search is kept that has no ``study_path``; None = nowhere.
+        resume: Go on with the interrupted search in the study: with the same options the answer is as if it had never
+            been interrupted.
         top: How many strategies to return.
         gap_frac: How much better than the answer, as a share of its step time, some strategy may be; 0 = none is.
+        workers: Processes that search; the answer does not depend on it.
         on_progress: Called now and then.
 
     Raises:
-        UsageError: The pins contradict each other, or rule out every strategy.
+        UsageError: The pins contradict each other, or rule out every strategy; the study can't be used.
+        Stopped: Ctrl-C.
         NoPlanError: No strategy is legal; `NothingFitsError` where some are, but none fits in memory.
     """
     pins.check()
@@ -79,17 +86,26 @@ def tune(
     for _, reason in space.backend.refusals(job):
         raise UsageError(reason)
     report = on_progress or (lambda progress: None)
-    counts, board = Counts(), Board(top)
+    kept_in = study_path or rescue_path
+    if resume and (kept_in is None or not kept_in.exists()):
+        raise UsageError(f"{kept_in or 'no study'}: there is no such file to go on with. Leave --resume out.")
+    board = Board(top)
     if engine == "optuna":
-        from trainplan.planner.study import sample  # optuna takes half a second to import
+        from trainplan.planner.sampling import sample  # optuna takes half a second to import
 
-        sample(space, board, counts, trials=trials, seed=seed, path=study_path, report=report)
+        counts = Counts()
+        try:
+            sample(
+                space, board, counts, trials=trials, seed=seed, path=kept_in if resume else study_path,
+                rescue=rescue_path, resume=resume, processes=workers, report=report,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            raise Stopped(kept_in) from None
     else:
-        Certifier(space, UnitBook(space), board, counts, gap_frac, report).run()
-        if study_path is not None:
-            from trainplan.planner.study import save_candidates
-
-            save_candidates(space, board.candidates, study_path)
+        board, counts = enumerate_all(
+            space, board, gap_frac, workers, report,
+            path=kept_in if resume else study_path, rescue=rescue_path, resume=resume,
+        )  # fmt: skip
     if not board.candidates:
         raise _nothing(space, counts)
     best = estimate(job, backend_name, board.candidates[0].strategy, pins.memory_limit_bytes)

@@ -17,9 +17,6 @@ from trainplan import __version__
 if TYPE_CHECKING:
     from trainplan.costmodel.plan import Plan, Provenance, SearchRecord
 
-_JOURNAL = b'{"op_code":'
-"""How every line of a journal begins that Optuna 4 writes."""
-
 
 @dataclass(frozen=True, slots=True)
 class Asked:
@@ -63,7 +60,9 @@ def check_study_target(path: Path) -> None:
     Raises:
         UsageError: As for a plan.
     """
-    _check_target(path, "study", _is_journal)
+    from trainplan.planner.study import is_study
+
+    _check_target(path, "study", is_study)
 
 
 def _check_target(path: Path, what: str, is_one: Callable[[Path], bool]) -> None:
@@ -86,16 +85,6 @@ def _keys(path: Path) -> set[str]:
         return set(read_yaml_object(path))
     except UsageError:
         return set()
-
-
-def _is_journal(path: Path) -> bool:
-    """Whether a file starts as Optuna's journals do, or is still empty: a search may have been killed at its start."""
-    try:
-        with path.open("rb") as file:
-            start = file.read(len(_JOURNAL)) if path.is_file() else b"-"
-    except OSError:
-        return False
-    return _JOURNAL.startswith(start)
 
 
 def plan_document(plan: Plan) -> dict[str, Any]:

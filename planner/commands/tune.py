@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -92,7 +93,13 @@ def tune(
         typer.Option(min=0, max=50, help="How far from the fastest, in percent, the answer may be; 0 = not at all."),
     ] = 0.5,
     trials: Annotated[int, typer.Option(min=1, help="Trials of the optuna engine.")] = 200,
-    study: Annotated[Path | None, typer.Option(help="Optuna journal to keep and resume.")] = None,
+    study: Annotated[
+        Path | None, typer.Option(help="Optuna study to keep the search in: a journal, or SQLite if it ends in .db.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with an interrupted search, in --study or beside the plan.")
+    ] = False,
+    workers: Annotated[int, typer.Option(min=1, max=256, help="Processes that search; all give one answer.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Of the optuna engine.")] = 0,
     top: Annotated[int, typer.Option(min=1, help="Plans to list.")] = 10,
     pareto: Annotated[
@@ -139,7 +146,8 @@ def tune(
         check_profile(job.cluster)
     _check_limit(job, pins)
     _note_positions(job)
-    result = _search(job, backend, pins, engine, gap / 100, trials, seed, study, top)
+    how = _How(engine, gap / 100, trials, seed, study, output.with_suffix(".study"), resume, workers, top)
+    result = _search(job, backend, pins, how)
     plan = _plan(job, backend, result, context)
     plan.save(output)
     limit_bytes = pins.memory_limit_bytes or plan.estimate.memory_limit_bytes
@@ -237,10 +245,22 @@ def _note_positions(job: Job) -> None:
         )
 
 
-def _search(
-    job: Job, backend: str, pins: Pins, engine: str, gap_frac: float, trials: int, seed: int, study: Path | None,
-    top: int,
-) -> Result:  # fmt: skip
+@dataclass(frozen=True)
+class _How:
+    """How a search is run, as `trainplan.planner.search.tune` takes it."""
+
+    engine: str
+    gap_frac: float
+    trials: int
+    seed: int
+    study: Path | None
+    rescue: Path
+    resume: bool
+    workers: int
+    top: int
+
+
+def _search(job: Job, backend: str, pins: Pins, how: _How) -> Result:
     from trainplan.planner import search, summary
     from trainplan.planner.interrupt import Interrupted
     from trainplan.planner.render.format import size
@@ -250,28 +270,21 @@ def _search(
     try:
         with shown() as report:
             return search.tune(
-                job,
-                backend,
-                pins,
-                engine="optuna" if engine == "optuna" else "enumerate",
-                trials=trials,
-                seed=seed,
-                study_path=study,
-                top=top,
-                gap_frac=gap_frac,
-                on_progress=report,
-            )
+                job, backend, pins,
+                engine="optuna" if how.engine == "optuna" else "enumerate",
+                trials=how.trials, seed=how.seed, study_path=how.study, rescue_path=how.rescue, resume=how.resume,
+                top=how.top, gap_frac=how.gap_frac, workers=how.workers, on_progress=report,
+            )  # fmt: skip
     except search.NothingFitsError as error:
         for of in error.nearest:
             knobs = assignments(summary.knobs(of.strategy))
             print(f"nearest: {size(of.device_bytes)} of {size(error.limit_bytes)}: {knobs}", file=sys.stderr)
         raise
-    except KeyboardInterrupt:
-        kept = study is not None and engine == "optuna"
+    except search.Stopped as stopped:
         raise Interrupted(
-            f"interrupted; the study so far is in {study}. Run the same command again to continue it."
-            if kept
-            else "interrupted; no plan was written. Keep what a search has tried with --engine optuna --study FILE."
+            f"interrupted; the search so far is in {stopped.kept}. Give the same command with --resume to go on."
+            if stopped.kept
+            else "interrupted; no plan was written, and nothing was found that could be kept."
         ) from None
 
 

@@ -15,7 +15,7 @@ from trainplan.costmodel.stacks import STACKS
 from trainplan.costmodel.step import price
 from trainplan.costmodel.strategy import Strategy, StrategyTable
 from trainplan.costmodel.workload import Workload
-from trainplan.planner.certify import mesh_bound_s
+from trainplan.planner.order import mesh_bound_s
 from trainplan.planner.space import Pins, Space
 from trainplan.planner.unit_book import UnitBook
 

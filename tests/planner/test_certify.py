@@ -20,10 +20,12 @@ from trainplan.costmodel.step import memory_limit
 from trainplan.costmodel.work import Shapes
 from trainplan.costmodel.workload import Workload
 from trainplan.planner.board import Board, Counts
-from trainplan.planner.certify import Certifier, Cuts, Rows, rows_of
+from trainplan.planner.certify import Cuts, Rows, rows_of
+from trainplan.planner.rounds import Rounds
 from trainplan.planner.search import tune
 from trainplan.planner.space import Pins, Space
 from trainplan.planner.unit_book import UnitBook
+from trainplan.planner.workers import Here
 
 SPEED = Path(__file__).parents[2] / "benchmarks" / "search_speed.py"
 
@@ -113,7 +115,7 @@ def test_paths_that_are_known_already_change_nothing_but_the_work() -> None:
     space = Space(of, backend("megatron"), Pins())
     book, cuts, boards, counts = UnitBook(space), Cuts(), [Board(20), Board(20)], [Counts(), Counts()]
     for board, count in zip(boards, counts, strict=True):
-        Certifier(space, book, board, count, cuts=cuts).run()
+        Rounds(Here(space, book, cuts), board, count).run()
     assert boards[0].candidates == boards[1].candidates
     assert counts[1].simulated <= counts[0].simulated
 

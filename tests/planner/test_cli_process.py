@@ -86,12 +86,31 @@ def test_130_an_interrupted_search_keeps_its_study(small: Small, folder: Path) -
     assert process.returncode == 130
     assert (out, "Traceback" in err) == ("", False)
     assert err.splitlines()[-1] == (
-        "error: interrupted; the study so far is in study.log. Run the same command again to continue it."
+        "error: interrupted; the search so far is in study.log. Give the same command with --resume to go on."
     )
     assert not (folder / "plan.yaml").exists()
     again = run(*search, "1", "--json")
     assert again.returncode == 0, again.stderr
     assert json.loads(again.stdout)["search"]["engine"] == "optuna"
+
+
+def test_130_an_interrupted_enumeration_goes_on_to_the_same_plan(folder: Path) -> None:
+    """Ctrl-C once the search says where it is; --resume then ends as one that was never interrupted."""
+    job = ("tune", "Qwen/Qwen3-32B", "--cluster", "64xH100", "--seq-len", "4096", "--global-batch-size", "512")
+    search = (*job, "--backend", "megatron", "--workers", "2", "--json")
+    process = subprocess.Popen([str(SCRIPT), *search], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert process.stderr.readline().startswith("searching ")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert (out, "Traceback" in err) == ("", False)
+    assert [path.name for path in folder.iterdir()] == ["plan.study"]
+    assert "the search so far is in plan.study" in err.splitlines()[-1]
+    resumed, fresh = run(*search, "--resume"), run(*search, "-o", "fresh.yaml")
+    assert resumed.returncode == 0, resumed.stderr
+    for part in ("candidates", "search"):
+        assert json.loads(resumed.stdout)[part] == json.loads(fresh.stdout)[part]
 
 
 def test_only_debug_shows_a_traceback() -> None:

@@ -15,6 +15,7 @@ from trainplan.costmodel.cluster_config import load_cluster, save_cluster
 from trainplan.costmodel.hardware import Cluster
 from trainplan.costmodel.plan import Plan
 from trainplan.costmodel.strategy import CHOICES, FIELDS
+from trainplan.planner.enumeration import Stopped
 
 if TYPE_CHECKING:
     from tests.planner.conftest import Done, Small
@@ -245,10 +246,10 @@ def test_a_stale_profile_exits_4(planner: Callable[..., Done], small: Small, fol
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("kept", "words"),
     [
-        ((), "no plan was written"),
-        (("--engine", "optuna", "--study", "s.journal"), "the study so far is in s.journal"),
+        (None, "no plan was written"),
+        (Path("plan.study"), "the search so far is in plan.study. Give the same command with --resume to go on."),
     ],
 )
 def test_an_interrupted_search_says_what_was_kept(
@@ -256,14 +257,14 @@ def test_an_interrupted_search_says_what_was_kept(
     small: Small,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
-    options: tuple[str, ...],
+    kept: Path | None,
     words: str,
 ) -> None:
     def interrupted(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
+        raise Stopped(kept)
 
     monkeypatch.setattr("trainplan.planner.search.tune", interrupted)
-    done = planner(*small.job, *options)
+    done = planner(*small.job)
     assert done.code == 130
     assert words in done.error
 

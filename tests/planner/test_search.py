@@ -14,9 +14,10 @@ from trainplan.costmodel.model_config import load_model
 from trainplan.costmodel.step import memory_limit, price
 from trainplan.costmodel.strategy import Strategy, StrategyTable, canonical
 from trainplan.costmodel.workload import Workload
+from trainplan.planner.sampling import decode
 from trainplan.planner.search import Pins, Progress, tune
 from trainplan.planner.space import Space
-from trainplan.planner.study import decode, repair
+from trainplan.planner.study import repair
 
 
 def job(
@@ -203,7 +204,7 @@ class TestOptuna:
         storage = optuna.storages.JournalStorage(JournalFileBackend(str(path)))
         study = optuna.load_study(study_name="trainplan", storage=storage)
         assert study.best_value == pytest.approx(found.candidates[0].step_s)
-        assert len(study.trials) == len(found.candidates)
+        assert len(found.candidates) <= len(study.trials) <= len(found.candidates) + found.record.simulated
 
     @pytest.mark.parametrize("cut", [1, 7, 40])
     def test_a_torn_last_line_is_cut_off_and_kept_beside(self, tmp_path: Path, cut: int) -> None:
